@@ -1,0 +1,1 @@
+"""Image classifiers that stand up to many adversarial attacks at once."""

@@ -1,0 +1,31 @@
+"""The one exception that means: the user can mend this."""
+
+import difflib
+from collections.abc import Iterable
+
+
+class UserError(Exception):
+  """What was wrong, which field and value, and what to do next.
+
+  `mwrobust.main` prints the message without a traceback and exits with 1.
+  """
+
+
+def check_choice(field: str, value: str, choices: Iterable[str]) -> None:
+  """Raises a UserError with a near miss if the value is not a choice.
+
+  >>> check_choice('policy.name', 'gredy', ['greedy', 'single'])
+  Traceback (most recent call last):
+  ...
+  mwrobust.errors.UserError: policy.name = 'gredy' does not exist. Did you mean
+  'greedy'? Choose one of: greedy, single.
+  """
+  choices = list(choices)
+  if value in choices:
+    return
+  close = difflib.get_close_matches(str(value).lower(), choices, n=1)
+  hint = f' Did you mean {close[0]!r}?' if close else ''
+  raise UserError(
+    f'{field} = {value!r} does not exist.{hint} '
+    f'Choose one of: {", ".join(choices)}.'
+  )
