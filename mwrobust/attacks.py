@@ -1,0 +1,466 @@
+"""The attacks: pure functions that any JAX project can import.
+
+A `Threat` says what the adversary may do; `make_attack` gives the function
+that does it, to whatever network you have:
+
+>>> import jax, jax.numpy as jnp
+>>> from mwrobust import attacks
+>>> weights = jnp.linspace(-1, 1, 8 * 8 * 3 * 10).reshape(-1, 10)
+>>> def logits_fn(images):  # linen, NNX, Haiku, Equinox, plain: any function
+...   return images.reshape(len(images), -1) @ weights
+>>> images = jnp.full((4, 8, 8, 3), 0.5)
+>>> labels = jnp.array([0, 1, 2, 3])
+>>> threat = attacks.Threat(space='dct', norm='l1', eps=7.84, steps=100)
+>>> attack = attacks.make_attack(threat)
+>>> adversarial = attack(logits_fn, jax.random.key(0), images, labels)
+>>> adversarial.shape
+(4, 8, 8, 3)
+
+Call it inside `jax.jit`, with the parameters as an argument of the jitted
+function, as one calls `jax.grad`:
+
+>>> @jax.jit
+... def perturb(weights, key, images, labels):
+...   logits_fn = lambda x: x.reshape(len(x), -1) @ weights
+...   return attack(logits_fn, key, images, labels)
+
+`make_switch` holds many threats behind one traced index and compiles one
+gradient, however many there are:
+
+>>> threats = attacks.six_threats(0.3, 1.0, 5.0, phase='train')
+>>> [threat.name for threat in threats]
+['pixel_linf', 'pixel_l2', 'pixel_l1', 'dct_linf', 'dct_l2', 'dct_l1']
+>>> switch = attacks.make_switch(threats)
+>>> index = jnp.int32(3)
+>>> switch(logits_fn, index, jax.random.key(0), images, labels).shape
+(4, 8, 8, 3)
+
+What holds for all of them: images are float32 [B, H, W, C] in [0, 1], before
+and after; normalisation is the network's business. Gradients do not flow
+through the result. `ids` (int32 [B]) seeds each example by its own id, so that
+what happens to an image does not depend on the batch it is in. `scale`, which
+may be traced, multiplies the radius and the step size, as a curriculum does.
+"""
+
+import dataclasses
+import functools
+import math
+import numbers
+from collections.abc import Callable, Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from mwrobust import convolutions, losses, norms, spaces
+
+Array = jax.Array
+LogitsFn = Callable[[Array], Array]
+Attack = Callable[..., Array]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Threat:
+  """One loss L_i of the paper: who perturbs what, by how much, how hard.
+
+  Attributes:
+    space: where the perturbation lives: a name or a `spaces.Space`.
+    norm: what measures it: a name or a `norms.Norm`.
+    eps: the radius of the ball.
+    steps: gradient steps.
+    step_size: the length of a step in the norm; 2.5 eps / steps if None.
+    percentile: l1 only: a step moves the top (100 - percentile) % coordinates.
+    random_start: start at a random point of the ball, or at its centre.
+    clip: to [0, 1], once at the `'end'` (the paper's rule), or after each
+      `'step'`, the perturbation then being re-expressed (usual pixel PGD).
+    loss: what the steps climb: `'ce'` or `'margin'`.
+  """
+
+  space: str | spaces.Space = 'pixel'
+  norm: str | norms.Norm
+  eps: float
+  steps: int
+  step_size: float | None = None
+  percentile: float = 99.0
+  random_start: bool = True
+  clip: str = 'end'
+  loss: str = 'ce'
+
+  def __post_init__(self):
+    spaces.get(self.space)
+    norms.get(self.norm)
+    _require(_is_positive(self.eps), 'eps', self.eps, 'a finite number > 0')
+    _require(_is_count(self.steps), 'steps', self.steps, 'an integer >= 1')
+    _require(
+      self.step_size is None or _is_positive(self.step_size),
+      *('step_size', self.step_size, 'a finite number > 0, or None'),
+    )
+    _require(
+      _is_real(self.percentile) and 0 <= self.percentile < 100,
+      *('percentile', self.percentile, 'a number in [0, 100)'),
+    )
+    _require(
+      isinstance(self.random_start, bool),
+      *('random_start', self.random_start, 'True or False'),
+    )
+    _require(self.clip in ('end', 'step'), 'clip', self.clip, "'end' or 'step'")
+    allowed = ' or '.join(map(repr, losses.LOSSES))
+    _require(self.loss in losses.LOSSES, 'loss', self.loss, allowed)
+
+  @property
+  def name(self) -> str:
+    """Such as `'dct_l1'`."""
+    return f'{spaces.get(self.space).name}_{norms.get(self.norm).name}'
+
+
+def six_threats(
+  eps_linf: float, eps_l2: float, eps_l1: float, phase: str = 'train'
+) -> tuple[Threat, ...]:
+  """The paper's six: pixel linf, l2, l1, then dct linf, l2, l1.
+
+  Args:
+    eps_linf: the linf radius, the same in both spaces, as the others are.
+    eps_l2: the l2 radius.
+    eps_l1: the l1 radius.
+    phase: `'train'`: 10 steps of PGD, 20 of SLIDE with percentile 95;
+      `'eval'`: 40, and 100 with percentile 99.
+  """
+  phases = {'train': (10, 20, 95.0), 'eval': (40, 100, 99.0)}
+  _require(phase in phases, 'phase', phase, "'train' or 'eval'")
+  pgd, slide, percentile = phases[phase]
+  return tuple(
+    Threat(space=space, norm=norm, eps=eps, steps=steps, percentile=percentile)
+    for space in ('pixel', 'dct')
+    for norm, eps, steps in (
+      ('linf', eps_linf, pgd),
+      ('l2', eps_l2, pgd),
+      ('l1', eps_l1, slide),
+    )
+  )
+
+
+def make_attack(
+  threat: Threat, restarts: int = 1, *, clipped: bool = True
+) -> Attack:
+  """Makes `attack(logits_fn, key, images, labels, ids, scale) -> images`.
+
+  Args:
+    threat: what the adversary may do.
+    restarts: random starts; per example the one that ends with the highest
+      loss wins. The first is the one of `restarts=1`, and memory does not grow
+      with their number.
+    clipped: False leaves out the last clip to [0, 1], for those who measure
+      how the perturbation lies in its ball.
+  """
+  _require(_is_count(restarts), 'restarts', restarts, 'an integer >= 1')
+  climb = _make_climb((threat,))
+  loss_fn = losses.LOSSES[threat.loss]
+  finish = _clip if clipped else lambda images: images
+
+  def attack(logits_fn, key, images, labels, ids=None, scale=1.0):
+    images, labels, ids = _check(images, labels, ids)
+    if restarts == 1:
+      return finish(climb(logits_fn, 0, key, 0, images, labels, ids, scale))
+
+    final_loss = _constant_closure(
+      lambda images: loss_fn(logits_fn(images), labels), images
+    )
+
+    def keep_worst(restart, worst):
+      found = climb(logits_fn, 0, key, restart, images, labels, ids, scale)
+      loss = final_loss(_clip(found))
+      loss = jnp.where(jnp.isnan(loss), jnp.inf, loss)
+      worse = loss > worst[1]
+      return (
+        jnp.where(worse[:, None, None, None], found, worst[0]),
+        jnp.where(worse, loss, worst[1]),
+      )
+
+    worst = images, jnp.full(images.shape[:1], -jnp.inf)
+    return finish(lax.fori_loop(0, restarts, keep_worst, worst)[0])
+
+  return attack
+
+
+def make_switch(threats: Sequence[Threat]) -> Attack:
+  """Makes `switch(logits_fn, index, key, images, labels, ids, scale)`.
+
+  `switch` with index i does what `make_attack(threats[i])` does. The index is
+  an int32 scalar, usually traced. Use one index per batch: vmapped over the
+  index, every branch would run for every example.
+
+  Args:
+    threats: at least one.
+  """
+  threats = tuple(threats)
+  _require(len(threats) > 0, 'threats', threats, 'at least one Threat')
+  climb = _make_climb(threats)
+
+  def switch(logits_fn, index, key, images, labels, ids=None, scale=1.0):
+    images, labels, ids = _check(images, labels, ids)
+    index = _check_index(index, len(threats))
+    return _clip(climb(logits_fn, index, key, 0, images, labels, ids, scale))
+
+  return switch
+
+
+# ------------------------------------------------------------------ one climb
+
+
+def _make_climb(threats: tuple[Threat, ...]):
+  """Makes the loop that every attack is: gradient, geometry, and again.
+
+  The gradient, which is dear, is there once. Around it the loop switches over
+  the spaces and over the norms, which are cheap; radius, step size and steps
+  are read from arrays. So compile time and step time are flat in the number of
+  threats.
+  """
+  distinct_losses, loss_column = _distinct(threat.loss for threat in threats)
+  loss_fns = [losses.LOSSES[name] for name in distinct_losses]
+  data_columns = (
+    np.array([threat.steps for threat in threats], np.int32),
+    np.array([threat.eps for threat in threats], np.float32),
+    np.array([_step_size(threat) for threat in threats], np.float32),
+    np.array([threat.random_start for threat in threats]),
+  )
+
+  def climb(logits_fn, index, key, restart, images, labels, ids, scale):
+    """The perturbed images, before the last clip."""
+    maps, map_column, balls, ball_column = _geometries(threats, images)
+    map_index, ball_index, loss_index, steps, eps, step_size, random_start = (
+      column[index] if isinstance(index, int) else jnp.asarray(column)[index]
+      for column in (map_column, ball_column, loss_column, *data_columns)
+    )
+
+    eps, step_size = eps * scale, step_size * scale
+
+    def in_space(function, *args):  # For each example, in the threat's space.
+      branches = [jax.vmap(functools.partial(function, m)) for m in maps]
+      return lax.switch(map_index, branches, *args)
+
+    def in_ball(function, *args):  # The same in the ball of the threat's norm.
+      branches = [jax.vmap(functools.partial(function, b)) for b in balls]
+      return lax.switch(ball_index, branches, *args)
+
+    def total_loss(images):
+      logits = _check_logits(logits_fn(images), labels)
+      return jnp.sum(lax.switch(loss_index, loss_fns, logits, labels))
+
+    gradient_fn = _constant_closure(jax.grad(total_loss), images)
+    key = jax.random.fold_in(key, restart)
+    keys = jax.vmap(jax.random.fold_in, (None, 0))(key, ids)
+
+    # ---- the start: z = R(x) + delta, delta a random point of the ball
+    centre = in_space(_Map.forward, images)
+    noise = jax.vmap(functools.partial(_noise, size=centre.shape[1]))(keys)
+    delta = in_ball(lambda ball, noise: ball.random_start(noise, eps), noise)
+    delta = jnp.where(random_start, delta, 0.0)
+    delta, images = in_space(_Map.place, centre, delta)
+
+    # ---- the steps: up the gradient in the space, back into the ball
+    def step(_, state):
+      delta, images = state
+      gradient = gradient_fn(images)
+      gradient = in_space(_Map.pull_back, centre, delta, gradient)
+      delta = in_ball(
+        lambda ball, delta, gradient: ball.step(
+          delta, gradient, eps, step_size
+        ),
+        *(delta, gradient),
+      )
+      return in_space(_Map.place, centre, delta)
+
+    return lax.fori_loop(0, steps, step, (delta, images))[1]
+
+  return climb
+
+
+def _distinct(values) -> tuple[list, np.ndarray]:
+  """The distinct values, and for each value its place among them."""
+  values = list(values)
+  distinct = list(dict.fromkeys(values))
+  return distinct, np.array([distinct.index(v) for v in values], np.int32)
+
+
+def _step_size(threat: Threat) -> float:
+  if threat.step_size is None:
+    return 2.5 * threat.eps / threat.steps
+  return threat.step_size
+
+
+def _noise(key: Array, size: int) -> Array:
+  """What random starts are made of: see `norms.Norm.random_start`."""
+  above = np.nextafter(np.float32(-1), np.float32(0))
+  return jax.random.uniform(key, (size + 2,), minval=above)
+
+
+# The branches of a switch agree in their shapes, but coefficients may have any
+# shape. Between the branches they are vectors, padded to the longest.
+
+
+@dataclasses.dataclass(frozen=True)
+class _Map:
+  """A space and its clip rule, between one image and a vector."""
+
+  space: spaces.Space
+  clip: str
+  shape: tuple[int, ...]
+  length: int
+
+  def forward(self, image):
+    coefficients = self.space.forward(image).ravel()
+    return _pad(coefficients, self.length)
+
+  def inverse(self, vector):
+    size = math.prod(self.shape)
+    return self.space.inverse(vector[:size].reshape(self.shape))
+
+  def pull_back(self, centre, delta, gradient):
+    """The chain rule through R^-1, at R(x) + delta.
+
+    Only the direction matters, so the gradient is rescaled first and nothing
+    under- or overflows on the way.
+    """
+    _, pull_back = jax.vjp(self.inverse, centre + delta)
+    return pull_back(norms.rescale(gradient))[0]
+
+  def place(self, centre, delta):
+    """The perturbed image; and the perturbation, which a clip changes."""
+    image = self.inverse(centre + delta)
+    if self.clip == 'step':
+      image = _clip(image)
+      delta = self.forward(image) - centre
+    return delta, image
+
+
+@dataclasses.dataclass(frozen=True)
+class _Ball:
+  """A norm, on the first `size` entries of a vector."""
+
+  norm: norms.Norm
+  percentile: float
+  size: int
+  length: int
+
+  def random_start(self, noise, eps):
+    delta = self.norm.random_start(noise[: self.size + 2], eps)
+    return _pad(delta, self.length)
+
+  def step(self, delta, gradient, eps, step_size):
+    delta, gradient = delta[: self.size], gradient[: self.size]
+    delta += step_size * self.norm.ascend(gradient, self.percentile)
+    return _pad(self.norm.project(delta, eps), self.length)
+
+
+def _geometries(threats: tuple[Threat, ...], images: Array):
+  """The distinct maps and balls, and which of them each threat has."""
+  image = jax.ShapeDtypeStruct(images.shape[1:], images.dtype)
+  the_spaces = [spaces.get(threat.space) for threat in threats]
+  shapes = [jax.eval_shape(space.forward, image).shape for space in the_spaces]
+  sizes = [math.prod(shape) for shape in shapes]
+  maps, map_column = _distinct(
+    _Map(space, threat.clip, shape, max(sizes))
+    for threat, space, shape in zip(threats, the_spaces, shapes, strict=True)
+  )
+  balls, ball_column = _distinct(
+    _Ball(norms.get(threat.norm), threat.percentile, size, max(sizes))
+    for threat, size in zip(threats, sizes, strict=True)
+  )
+  return maps, map_column, balls, ball_column
+
+
+def _pad(vector: Array, length: int) -> Array:
+  return jnp.pad(vector, (0, length - len(vector)))
+
+
+def _constant_closure(function, images):
+  """The function, traced once, with what it closes over held constant.
+
+  An attack inside a loss is then no part of that loss's derivative. Evaluated
+  with convolutions that are fast inside loops.
+  """
+  traced = jax.make_jaxpr(function)(images)
+  consts = lax.stop_gradient(traced.consts)
+
+  def call(images):
+    (result,) = convolutions.eval_jaxpr(traced.jaxpr, consts, images)
+    return result
+
+  return call
+
+
+def _clip(images: Array) -> Array:
+  return jnp.clip(images, 0.0, 1.0)
+
+
+# --------------------------------------------------------------------- checks
+
+
+def _require(holds: bool, field: str, value, allowed: str):
+  if not holds:
+    raise ValueError(f'{field}={value!r} is not allowed: must be {allowed}.')
+
+
+def _is_real(value) -> bool:
+  return isinstance(value, numbers.Real) and not isinstance(value, bool)
+
+
+def _is_count(value) -> bool:
+  return _is_real(value) and isinstance(value, numbers.Integral) and value >= 1
+
+
+def _is_positive(value) -> bool:
+  return _is_real(value) and 0 < value < math.inf
+
+
+def _check(images, labels, ids):
+  """The batch as arrays, or a ValueError that names what is wrong."""
+  images, labels = jnp.asarray(images), jnp.asarray(labels)
+  if images.dtype != jnp.float32 or images.ndim != 4:
+    raise ValueError(
+      f'images are {images.dtype} {list(images.shape)}: must be float32 '
+      '[B, H, W, C] in [0, 1].'
+    )
+  if _is_concrete(images) and not bool(jnp.all((images >= 0) & (images <= 1))):
+    raise ValueError(
+      f'images lie in [{images.min():.3g}, {images.max():.3g}]: must lie in '
+      '[0, 1]. Normalise inside logits_fn, not before it.'
+    )
+  ids = jnp.arange(len(images)) if ids is None else jnp.asarray(ids)
+  for name, values in (('labels', labels), ('ids', ids)):
+    if (
+      not jnp.issubdtype(values.dtype, jnp.integer)
+      or values.shape != images.shape[:1]
+    ):
+      raise ValueError(
+        f'{name} are {values.dtype} {list(values.shape)}: must be integers '
+        f'[B], B={len(images)} as in images.'
+      )
+  return lax.stop_gradient(images), labels, ids
+
+
+def _check_index(index, count: int):
+  if jnp.shape(index) != () or not jnp.issubdtype(
+    jnp.result_type(index), jnp.integer
+  ):
+    raise ValueError(f'index={index!r} is not allowed: must be an int scalar.')
+  if not _is_concrete(index):
+    return index  # A traced index out of range is clamped by lax.switch.
+  _require(
+    0 <= index < count, 'index', int(index), f'in [0, {count}), one per threat'
+  )
+  return int(index)
+
+
+def _check_logits(logits: Array, labels: Array) -> Array:
+  if logits.ndim != 2 or len(logits) != len(labels):
+    raise ValueError(
+      f'logits_fn returned shape {list(logits.shape)}: must be [B, K], '
+      f'B={len(labels)} as in images.'
+    )
+  return logits
+
+
+def _is_concrete(value) -> bool:
+  return not isinstance(value, jax.core.Tracer)

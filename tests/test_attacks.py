@@ -1,0 +1,538 @@
+import dataclasses
+import functools
+import subprocess
+import sys
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from mwrobust import attacks, losses, norms, spaces
+
+KEY = jax.random.key(0)
+SHAPE = (8, 8, 1)
+RNG = np.random.default_rng(0)
+IMAGES = RNG.uniform(size=(6, *SHAPE)).astype(np.float32)
+LABELS = RNG.integers(0, 5, size=6).astype(np.int32)
+WEIGHTS = RNG.normal(size=(64, 5)).astype(np.float32)
+EPS = (0.3, 1.0, 4.0)
+SIX = attacks.six_threats(*EPS, phase='train')
+EACH_OF_SIX = pytest.mark.parametrize('threat', SIX, ids=lambda t: t.name)
+ORD = {'linf': np.inf, 'l2': 2, 'l1': 1}
+DUAL = {'linf': 1, 'l2': 2, 'l1': np.inf}
+
+
+def linear(images, weights=WEIGHTS):
+  return images.reshape(len(images), -1) @ weights
+
+
+def curved(images, weights=WEIGHTS):
+  logits = linear(images, weights)
+  return logits + jnp.sin(logits)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def run(attack, logits_fn, key, images, labels, ids=None):
+  return attack(logits_fn, key, images, labels, ids)
+
+
+def run_each(threats, logits_fn, images, labels, ids=None):
+  """What each of the threats makes of the batch, compiled once."""
+  attack = jax.jit(functools.partial(attacks.make_switch(threats), logits_fn))
+  return [
+    attack(jnp.int32(index), KEY, images, labels, ids)
+    for index in range(len(threats))
+  ]
+
+
+def variants(threats, **fields):
+  """Each threat with each value of the one field given."""
+  ((field, values),) = fields.items()
+  return [
+    dataclasses.replace(threat, **{field: value})
+    for threat in threats
+    for value in values
+  ]
+
+
+def length_in_ball(threat, before, after):
+  """The norm of what was added, in the threat's space, in float64."""
+  to_space = jax.vmap(spaces.get(threat.space).forward)
+  with jax.enable_x64(True):
+    before, after = (
+      np.asarray(to_space(np.asarray(x, np.float64))) for x in (before, after)
+    )
+  flat = (after - before).reshape(len(before), -1)
+  return np.linalg.norm(flat, ORD[threat.norm], axis=1)
+
+
+# ------------------------------------------------------------------ exactness
+
+
+def test_reaches_the_optimum_of_a_linear_model():
+  # From a random start on the border, 2.5 radii of steps turn an l2
+  # perturbation to within 10 degrees of the best one, 0.987 of the optimum, and
+  # no further; from the centre, or with twice the step size, all the way.
+  threats = attacks.six_threats(0.03, 0.1, 0.4, phase='eval')
+  threats = [
+    *(dataclasses.replace(t, random_start=False) for t in threats),
+    *(dataclasses.replace(t, step_size=5 * t.eps / t.steps) for t in threats),
+  ]
+  images = 0.45 + 0.1 * IMAGES  # So far inside that nothing is clipped.
+  labels = LABELS % 2
+  two_classes = functools.partial(linear, weights=WEIGHTS[:, :2])
+  direction = WEIGHTS[:, 1] - WEIGHTS[:, 0]
+  toward_error = (1 - 2 * labels)[:, None] * direction
+  for threat, found in zip(
+    threats, run_each(threats, two_classes, images, labels), strict=True
+  ):
+    change = np.asarray(found, np.float64) - images
+    gain = np.sum(change.reshape(6, -1) * toward_error, axis=1)
+    # In an orthonormal space the gradient is the transformed one.
+    in_space = spaces.get(threat.space).forward(direction.reshape(SHAPE))
+    dual = np.linalg.norm(np.ravel(in_space), DUAL[threat.norm])
+    assert (gain >= 0.99 * threat.eps * dual).all(), threat
+    assert (gain <= (1 + 1e-5) * threat.eps * dual).all(), threat
+
+
+def test_returns_images_and_keeps_the_pixel_ball_when_it_clips():
+  threats = variants(SIX, clip=['end', 'step'])
+  for threat, found in zip(
+    threats, run_each(threats, curved, IMAGES, LABELS), strict=True
+  ):
+    assert found.shape == IMAGES.shape
+    assert found.dtype == jnp.float32
+    assert ((found >= 0) & (found <= 1)).all()
+    assert (found != IMAGES).any()
+    if threat.space == 'pixel':  # There, clipping does not leave the ball.
+      length = length_in_ball(threat, IMAGES, found)
+      assert (length <= threat.eps * (1 + 1e-5)).all()
+
+
+@EACH_OF_SIX
+def test_stays_in_its_ball_before_the_clip(threat):
+  attack = attacks.make_attack(threat, restarts=2, clipped=False)
+  found = run(attack, curved, KEY, IMAGES, LABELS)
+  assert ((found < 0) | (found > 1)).any()
+  length = length_in_ball(threat, IMAGES, found)
+  assert (length <= threat.eps * (1 + 1e-5)).all()
+  assert (length > threat.eps * 0.9).any()
+
+
+def test_attacks_raise_their_loss():
+  threats = variants(SIX, loss=losses.LOSSES)
+  for threat, found in zip(
+    threats, run_each(threats, curved, IMAGES, LABELS), strict=True
+  ):
+    loss = losses.LOSSES[threat.loss]
+    before, after = (loss(curved(x), LABELS) for x in (IMAGES, found))
+    assert after.mean() > before.mean() + 0.5, threat
+
+
+def test_pixel_l2_and_dct_l2_are_one_attack_from_rotated_starts():
+  # The DCT is a rotation, and the l2 ball and the l2 step do not see it.
+  def rotated_start(noise, eps):
+    start = norms.L2.random_start(noise, eps).reshape(SHAPE)
+    return spaces.DCT.forward(start).ravel()
+
+  rotated = dataclasses.replace(norms.L2, random_start=rotated_start)
+  threats = [
+    attacks.Threat(space='pixel', norm='l2', eps=1.0, steps=10),
+    attacks.Threat(space='dct', norm=rotated, eps=1.0, steps=10),
+  ]
+  pixel, dct = run_each(threats, curved, IMAGES, LABELS)
+  np.testing.assert_allclose(pixel, dct, atol=2e-5)
+
+
+DEGENERATE = {
+  'zero': lambda images: 0 * linear(images),
+  'constant': lambda images: jnp.ones((len(images), 5)),
+  'tiny': lambda images: 1e-20 * linear(images),
+  'huge': lambda images: 1e30 * linear(images),
+  'infinite': lambda images: jnp.float32(1e38) * 100 * linear(images),
+  'not a number': lambda images: jnp.nan * linear(images),
+}
+
+
+@pytest.mark.parametrize('name', DEGENERATE)
+def test_degenerate_models_give_images(name):
+  threats = variants(SIX, loss=losses.LOSSES)
+  for found in run_each(threats, DEGENERATE[name], IMAGES, LABELS):
+    assert ((found >= 0) & (found <= 1)).all()
+  attack = attacks.make_attack(threats[0], restarts=2)
+  found = run(attack, DEGENERATE[name], KEY, IMAGES, LABELS)
+  assert ((found >= 0) & (found <= 1)).all()
+
+
+def test_a_tiny_gradient_is_as_good_as_any():
+  threats = variants(SIX, loss=['margin'])
+  plain = run_each(threats, linear, IMAGES, LABELS)
+  tiny = run_each(threats, DEGENERATE['tiny'], IMAGES, LABELS)
+  for expected, found in zip(plain, tiny, strict=True):
+    np.testing.assert_allclose(expected, found, atol=1e-5)
+
+
+# -------------------------------------------------------------- user's spaces
+
+
+def own_rotation():
+  matrix, _ = np.linalg.qr(RNG.normal(size=(64, 64)))
+  matrix = matrix.astype(np.float32)
+  return spaces.Space(
+    'rotation',
+    lambda image: matrix @ image.ravel(),
+    lambda coefficients: (matrix.T @ coefficients).reshape(SHAPE),
+  )
+
+
+def own_curve():
+  """Not linear: brightness as the eye sees it, roughly."""
+  return spaces.Space(
+    'gamma', lambda image: jnp.sqrt(image + 1e-3), lambda z: z * z - 1e-3
+  )
+
+
+def own_frame():
+  """More coefficients than pixels: a picture of the image, twice."""
+  return spaces.Space(
+    'frame', lambda x: jnp.stack([x, x]), lambda z: (z[0] + z[1]) / 2
+  )
+
+
+OWN = {s.name: s for s in (own_rotation(), own_curve(), own_frame())}
+
+
+def test_a_space_of_ones_own():
+  threats = [
+    attacks.Threat(space=space, norm=norm, eps=eps, steps=10)
+    for space in ('pixel', *OWN.values())
+    for norm, eps in (('linf', 0.05), ('l2', 0.5), ('l1', 2.0))
+  ]
+  images = 0.3 + 0.4 * IMAGES  # Where hardly anything is clipped.
+  before = losses.cross_entropy(curved(images), LABELS).mean()
+  for threat, found in zip(
+    threats, run_each(threats, curved, images, LABELS), strict=True
+  ):
+    after = losses.cross_entropy(curved(found), LABELS).mean()
+    assert after > before + 0.2, threat.name
+    if threat.name.startswith(('pixel', 'rotation', 'gamma')):
+      inside = length_in_ball(threat, images, found) <= threat.eps * (1 + 1e-4)
+      clipped = ((found == 0) | (found == 1)).any((1, 2, 3))
+      assert (inside | clipped).all(), threat.name
+    # Coefficients of another length do not disturb their neighbours.
+    alone = run(attacks.make_attack(threat), curved, KEY, images, LABELS)
+    if threat.name.startswith('frame'):
+      np.testing.assert_allclose(found, alone, atol=1e-5)
+
+
+# ------------------------------------------------------------------- contract
+
+
+def test_six_threats_are_the_papers():
+  for phase, pgd, slide, percentile in (
+    ('train', 10, 20, 95.0),
+    ('eval', 40, 100, 99.0),
+  ):
+    expected = [
+      (space, norm, eps, slide if norm == 'l1' else pgd)
+      for space in ('pixel', 'dct')
+      for norm, eps in (('linf', 0.4), ('l2', 1.0), ('l1', 5.0))
+    ]
+    six = attacks.six_threats(0.4, 1.0, 5.0, phase=phase)
+    assert [(t.space, t.norm, t.eps, t.steps) for t in six] == expected
+    assert {t.percentile for t in six} == {percentile}
+    assert {t.step_size for t in six} == {None}
+
+
+def test_default_step_size_is_two_and_a_half_radii_over_all_steps():
+  threat = attacks.Threat(norm='linf', eps=0.3, steps=10)
+  explicit = dataclasses.replace(threat, step_size=2.5 * 0.3 / 10)
+  found = [
+    run(attacks.make_attack(t), curved, KEY, IMAGES, LABELS)
+    for t in (threat, explicit)
+  ]
+  assert (found[0] == found[1]).all()
+
+
+def test_switch_does_what_the_attacks_do():
+  threats = [*SIX, dataclasses.replace(SIX[1], loss='margin', clip='step')]
+  switch = attacks.make_switch(threats)
+  for index, found in enumerate(run_each(threats, curved, IMAGES, LABELS)):
+    attack = attacks.make_attack(threats[index])
+    expected = run(attack, curved, KEY, IMAGES, LABELS)
+    np.testing.assert_allclose(found, expected, atol=1e-5)
+  concrete = switch(curved, index, KEY, IMAGES, LABELS)
+  np.testing.assert_allclose(concrete, expected, atol=1e-5)
+
+
+@pytest.mark.parametrize('count', [1, 6, 24])
+def test_switch_holds_one_gradient_however_many_threats(count):
+  threats = [
+    dataclasses.replace(threat, eps=threat.eps * scale)
+    for scale in (0.5, 1.0, 1.5, 2.0)
+    for threat in SIX
+  ]
+  calls = []
+
+  def counting(images):
+    calls.append(images)
+    return curved(images)
+
+  switch = attacks.make_switch(threats[:count])
+  program = jax.jit(functools.partial(switch, counting)).lower(
+    jnp.int32(0), KEY, IMAGES, LABELS
+  )
+  assert len(calls) == 1
+  # The matmul with the network's weights: once forward, once back.
+  assert program.as_text().count('tensor<64x5xf32>) ->') == 2
+
+
+def test_restarts_keep_the_highest_loss():
+  threat = SIX[0]
+  attack = attacks.make_attack(threat)
+
+  def loss(images):
+    return np.asarray(losses.cross_entropy(curved(images), LABELS))
+
+  found = {
+    n: loss(run(attacks.make_attack(threat, n), curved, KEY, IMAGES, LABELS))
+    for n in (1, 2, 5)
+  }
+  assert (found[1] == loss(run(attack, curved, KEY, IMAGES, LABELS))).all()
+  assert (found[2] >= found[1] - 1e-6).all()
+  assert (found[5] >= found[2] - 1e-6).all()
+  assert (found[5] > found[1] + 1e-3).any()
+
+
+def test_memory_does_not_grow_with_restarts():
+  def memory(restarts):
+    attack = attacks.make_attack(SIX[0], restarts)
+    program = run.lower(attack, curved, KEY, IMAGES, LABELS).compile()
+    return program.memory_analysis().temp_size_in_bytes
+
+  assert memory(50) == memory(2)
+
+
+def test_same_success_at_any_batch_size_place_and_padding(trained, digits):
+  (images, labels), _ = digits
+  images, labels, ids = images[:128], labels[:128], np.arange(1000, 1128)
+  threats = attacks.six_threats(0.1, 1.0, 8.0)
+  attack = jax.jit(functools.partial(attacks.make_switch(threats), trained))
+
+  def success(rows):
+    """Who is fooled, [threat, row]."""
+    return np.stack(
+      [
+        trained(
+          attack(jnp.int32(index), KEY, images[rows], labels[rows], ids[rows])
+        ).argmax(-1)
+        != labels[rows]
+        for index in range(6)
+      ]
+    )
+
+  together = success(np.arange(128))
+  assert (together.mean(1) > 0.1).all()
+  assert (together.mean(1) < 1).all()
+  shuffled = RNG.permutation(128)
+  assert (success(shuffled) == together[:, shuffled]).all()
+  padded = success(np.arange(128) % 100)
+  assert (padded[:, :100] == together[:, :100]).all()
+  for start in range(0, 126, 7):
+    rows = np.arange(start, start + 7)
+    assert (success(rows) == together[:, rows]).all()
+  for row in range(16):
+    assert (success(np.array([row])) == together[:, [row]]).all()
+
+
+def test_gradients_do_not_flow_through_the_attack():
+  for restarts in (1, 2):
+    attack = attacks.make_attack(SIX[4], restarts)
+
+    def robust_loss(weights, frozen=None, attack=attack):
+      logits_fn = functools.partial(curved, weights=weights)
+      found = frozen
+      if frozen is None:
+        found = attack(logits_fn, KEY, IMAGES, LABELS)
+      return losses.cross_entropy(logits_fn(found), LABELS).mean()
+
+    frozen = attack(curved, KEY, IMAGES, LABELS)
+    found = jax.jit(jax.grad(robust_loss))(WEIGHTS)
+    expected = jax.jit(jax.grad(robust_loss))(WEIGHTS, frozen)
+    np.testing.assert_allclose(found, expected, rtol=1e-3, atol=1e-4)
+
+  def of_images(images):
+    return jnp.sum(attacks.make_attack(SIX[0])(curved, KEY, images, LABELS))
+
+  assert (jax.grad(of_images)(jnp.asarray(IMAGES)) == 0).all()
+
+
+# --------------------------------------------------------- others' frameworks
+
+
+class Linen(nn.Module):
+  @nn.compact
+  def __call__(self, x):
+    x = nn.relu(nn.Conv(4, (3, 3))(x))
+    x = nn.BatchNorm(use_running_average=True)(x)
+    return nn.Dense(5)(x.reshape(len(x), -1))
+
+
+class NNX(nnx.Module):
+  def __init__(self, rngs):
+    self.conv = nnx.Conv(1, 4, (3, 3), rngs=rngs)
+    self.norm = nnx.BatchNorm(4, use_running_average=True, rngs=rngs)
+    self.dense = nnx.Linear(256, 5, rngs=rngs)
+
+  def __call__(self, x):
+    x = self.norm(nnx.relu(self.conv(x)))
+    return self.dense(x.reshape(len(x), -1))
+
+
+def linen_logits():
+  model = Linen()
+  return functools.partial(model.apply, model.init(KEY, IMAGES))
+
+
+FRAMEWORKS = {
+  'plain': lambda: curved,
+  'linen': linen_logits,
+  'nnx': lambda: NNX(nnx.Rngs(0)),
+}
+
+
+@pytest.mark.parametrize('framework', FRAMEWORKS)
+def test_works_with_any_framework_jitted_vmapped_and_sharded(framework):
+  logits_fn = FRAMEWORKS[framework]()
+  attack = functools.partial(attacks.make_attack(SIX[5]), logits_fn)
+  expected = attack(KEY, IMAGES, LABELS)
+  jitted = jax.jit(attack)
+  np.testing.assert_allclose(jitted(KEY, IMAGES, LABELS), expected, atol=1e-5)
+
+  keys = jax.random.split(KEY, 3)
+  over_keys = jax.jit(jax.vmap(attack, (0, None, None)))
+  found = over_keys(keys, IMAGES, LABELS)
+  for key, one in zip(keys, found, strict=True):
+    np.testing.assert_allclose(one, jitted(key, IMAGES, LABELS), atol=1e-5)
+
+  mesh = jax.make_mesh((2,), ('data',), (jax.sharding.AxisType.Auto,))
+  by_example = jax.sharding.NamedSharding(mesh, jax.P('data'))
+  sharded = jax.jit(
+    attack,
+    in_shardings=(None, by_example, by_example),
+    out_shardings=by_example,
+  )(KEY, IMAGES, LABELS)
+  assert len(sharded.sharding.device_set) == 2
+  np.testing.assert_allclose(sharded, expected, atol=1e-5)
+
+
+def test_an_nnx_model_that_learned_is_attacked_as_it_is_now():
+  model = NNX(nnx.Rngs(0))
+  attack = attacks.make_attack(SIX[0])
+  before = attack(model, KEY, IMAGES, LABELS)
+  model.dense.kernel[...] = -model.dense.kernel[...]
+  after = attack(model, KEY, IMAGES, LABELS)
+  assert np.abs(before - after).max() > 0.1
+
+
+def test_importing_the_attacks_imports_jax_and_little_else():
+  code = """
+import sys
+import jax, numpy
+before = set(sys.modules)
+import mwrobust.attacks
+loaded = {name.split('.')[0] for name in set(sys.modules) - before}
+names = {'flax', 'orbax', 'tensorflow', 'tensorflow_datasets', 'optax', 'absl'}
+print(sorted(loaded - {'jax'}), 'absl.flags' in sys.modules, names & loaded)
+"""
+  result = subprocess.run(
+    [sys.executable, '-c', code], capture_output=True, text=True, check=True
+  )
+  assert result.stdout.strip() == "['mwrobust'] False set()"
+
+
+# ------------------------------------------------------------------ bad input
+
+
+GOOD = {'space': 'dct', 'norm': 'l2', 'eps': 0.3, 'steps': 10}
+
+
+@pytest.mark.parametrize(
+  ('field', 'value', 'allowed'),
+  [
+    ('space', 'wavelet', "'dct', 'pixel'"),
+    ('space', None, "'dct', 'pixel'"),
+    ('norm', 'l3', "'l1', 'l2', 'linf'"),
+    ('norm', 2, "'l1', 'l2', 'linf'"),
+    ('eps', 0, 'finite number > 0'),
+    ('eps', -0.1, 'finite number > 0'),
+    ('eps', float('nan'), 'finite number > 0'),
+    ('eps', float('inf'), 'finite number > 0'),
+    ('eps', '0.3', 'finite number > 0'),
+    ('steps', 0, 'integer >= 1'),
+    ('steps', 2.5, 'integer >= 1'),
+    ('steps', True, 'integer >= 1'),
+    ('step_size', 0.0, 'finite number > 0'),
+    ('step_size', -1.0, 'finite number > 0'),
+    ('percentile', 100.0, r'\[0, 100\)'),
+    ('percentile', -1, r'\[0, 100\)'),
+    ('random_start', 1, 'True or False'),
+    ('clip', 'never', "'end' or 'step'"),
+    ('loss', 'mse', "'ce' or 'margin'"),
+  ],
+)
+def test_bad_threats_are_refused(field, value, allowed):
+  with pytest.raises(ValueError, match=f'{field}={value!r}.*{allowed}'):
+    attacks.Threat(**(GOOD | {field: value}))
+
+
+def test_threats_are_hashable_and_frozen():
+  assert len({attacks.Threat(**GOOD), attacks.Threat(**GOOD)}) == 1
+  with pytest.raises(dataclasses.FrozenInstanceError):
+    attacks.Threat(**GOOD).eps = 1.0
+
+
+@pytest.mark.parametrize(
+  ('change', 'message'),
+  [
+    ({'images': IMAGES[0]}, r'images are float32 \[8, 8, 1\].*float32 \[B, H'),
+    ({'images': (IMAGES * 255).astype(np.uint8)}, 'images are uint8'),
+    ({'images': IMAGES.astype(np.float16)}, 'images are float16'),
+    ({'images': 2 * IMAGES - 1}, r'images lie in \[-.*Normalise inside'),
+    ({'images': IMAGES * np.nan}, r'images lie in \[nan'),
+    ({'labels': LABELS[:3]}, r'labels are int32 \[3\].*B=6'),
+    ({'labels': LABELS.astype(np.float32)}, 'labels are float32.*integers'),
+    ({'labels': np.eye(5, dtype=np.int32)[LABELS]}, r'labels are int32 \[6, 5'),
+    ({'ids': np.arange(5)}, r'ids are int.* \[5\].*B=6'),
+    ({'ids': np.ones(6, np.float32)}, 'ids are float32'),
+    ({'logits_fn': lambda x: x.mean((1, 2, 3))}, r'logits_fn returned .*\[6\]'),
+  ],
+)
+def test_bad_batches_are_refused(change, message):
+  good = {'logits_fn': linear, 'images': IMAGES, 'labels': LABELS}
+  with pytest.raises(ValueError, match=message):
+    attacks.make_attack(SIX[0])(**(good | change), key=KEY)
+  if 'lie in' not in message:  # Shapes and types are known when traced, too.
+    logits_fn = change.get('logits_fn', linear)
+    arrays = {k: v for k, v in (good | change).items() if k != 'logits_fn'}
+    attack = functools.partial(attacks.make_attack(SIX[0]), logits_fn)
+    with pytest.raises(ValueError, match=message):
+      jax.jit(attack)(key=KEY, **arrays)
+
+
+@pytest.mark.parametrize('index', [-1, 6, 1.0, np.array([0, 1])])
+def test_bad_indices_are_refused(index):
+  with pytest.raises(ValueError, match='index='):
+    attacks.make_switch(SIX)(linear, index, KEY, IMAGES, LABELS)
+
+
+def test_bad_restarts_threats_and_phase_are_refused():
+  with pytest.raises(ValueError, match=r'restarts=0.*integer >= 1'):
+    attacks.make_attack(SIX[0], restarts=0)
+  with pytest.raises(ValueError, match=r'threats=.*at least one'):
+    attacks.make_switch([])
+  with pytest.raises(ValueError, match=r"phase='test'.*'train'"):
+    attacks.six_threats(0.3, 1.0, 5.0, phase='test')
