@@ -1,0 +1,214 @@
+import doctest
+import functools
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from mwrobust import models
+from mwrobust.errors import UserError
+from mwrobust.models.cnn import Conv
+
+SMALL = {
+  'cnn': {'features': (4, 8), 'hidden': 16},
+  'resnet50': {'stage_sizes': (1, 1), 'width': 4},
+  'resnet_v1_50': {'depth': 8, 'width': 4},
+  'preact_resnet18': {'stage_sizes': (1, 1), 'width': 4},
+}
+WITH_BATCH_NORM = [name for name in SMALL if name != 'cnn']
+MEAN, STD = (0.5, 0.4, 0.3), (0.2, 0.25, 0.3)
+IMAGES = np.random.default_rng(1).uniform(size=(6, 8, 8, 3)).astype('float32')
+NORMALISED = (IMAGES - np.float32(MEAN)) / np.float32(STD)
+# The first image again, with other images beside it.
+OTHERS = np.concatenate([IMAGES[:1], 1 - IMAGES[1:]])
+
+
+def small(name, mean=MEAN, std=STD):
+  return models.create(name, num_classes=5, mean=mean, std=std, **SMALL[name])
+
+
+@functools.cache
+def variables_of(name):
+  """Random variables, all positive where they are statistics."""
+  shapes = jax.eval_shape(
+    functools.partial(small(name).init, train=False), jax.random.key(0), IMAGES
+  )
+  rng = np.random.default_rng(0)
+  variables = jax.tree.map(
+    lambda leaf: np.float32(rng.normal(scale=0.3, size=leaf.shape)), shapes
+  )
+  if 'batch_stats' in variables:
+    variables['batch_stats'] = jax.tree.map(
+      lambda leaf: np.abs(leaf) + 0.5, variables['batch_stats']
+    )
+  return variables
+
+
+@functools.partial(jax.jit, static_argnames=('model', 'train'))
+def run(model, variables, images, *, train):
+  """Returns the logits, `batch_stats` afterwards, and all gradients."""
+
+  def loss_fn(params, images):
+    logits, updated = model.apply(
+      {**variables, 'params': params}, images, train, mutable='batch_stats'
+    )
+    return -nn.log_softmax(logits)[:, 0].sum(), (logits, updated)
+
+  gradients, (logits, updated) = jax.grad(
+    loss_fn, argnums=(0, 1), has_aux=True
+  )(variables['params'], images)
+  return logits, updated.get('batch_stats', {}), gradients
+
+
+@pytest.mark.parametrize(
+  ('name', 'shape', 'count'),
+  [
+    # 4*4*1*32+32 + 4*4*32*64+64 + 7*7*64*200+200 + 200*10+10.
+    ('cnn', (28, 28, 1), 662_786),
+    ('resnet50', (32, 32, 3), 23_520_842),
+    ('resnet50', (28, 28, 1), 23_519_690),
+    # The released code's, as Keras counts its trainable parameters.
+    ('resnet_v1_50', (32, 32, 3), 760_266),
+    ('resnet_v1_50', (28, 28, 1), 759_978),
+    ('preact_resnet18', (32, 32, 3), 11_172_170),
+    ('preact_resnet18', (28, 28, 1), 11_171_018),
+  ],
+)
+def test_parameter_count_and_logits(name, shape, count):
+  mean = std = (0.5,) * shape[-1]
+  model = models.create(name, num_classes=10, mean=mean, std=std)
+  logits, variables = jax.eval_shape(
+    functools.partial(model.init_with_output, train=False),
+    jax.random.key(0),
+    jax.ShapeDtypeStruct((2, *shape), jnp.float32),
+  )
+  params = jax.tree.leaves(variables['params'])
+  assert sum(leaf.size for leaf in params) == count
+  assert (logits.shape, logits.dtype) == ((2, 10), jnp.float32)
+  assert all(leaf.dtype == jnp.float32 for leaf in params)
+
+
+@pytest.mark.parametrize('name', SMALL)
+def test_normalisation_is_inside(name):
+  variables = variables_of(name)
+  logits, _, _ = run(small(name), variables, IMAGES, train=False)
+  plain = small(name, mean=(0.0, 0.0, 0.0), std=(1.0, 1.0, 1.0))
+  plain_logits = jax.jit(functools.partial(plain.apply, train=False))
+  np.testing.assert_allclose(
+    logits, plain_logits(variables, NORMALISED), rtol=1e-3, atol=1e-4
+  )
+  assert not np.allclose(logits, plain_logits(variables, IMAGES), atol=1e-2)
+
+
+@pytest.mark.parametrize('name', WITH_BATCH_NORM)
+def test_without_train_statistics_stay_and_examples_are_independent(name):
+  model, variables = small(name), variables_of(name)
+  logits, batch_stats, _ = run(model, variables, IMAGES, train=False)
+  jax.tree.map(
+    np.testing.assert_array_equal, batch_stats, variables['batch_stats']
+  )
+  in_other_company, _, _ = run(model, variables, OTHERS, train=False)
+  np.testing.assert_allclose(logits[0], in_other_company[0], rtol=1e-5)
+
+
+@pytest.mark.parametrize('name', WITH_BATCH_NORM)
+def test_with_train_statistics_move_and_examples_share_them(name):
+  model, variables = small(name), variables_of(name)
+  logits, batch_stats, _ = run(model, variables, IMAGES, train=True)
+  moved = jax.tree.map(np.not_equal, batch_stats, variables['batch_stats'])
+  assert all(leaf.any() for leaf in jax.tree.leaves(moved))
+  in_other_company, _, _ = run(model, variables, OTHERS, train=True)
+  assert not np.allclose(logits[0], in_other_company[0], atol=1e-3)
+
+
+@pytest.mark.parametrize('train', [False, True])
+@pytest.mark.parametrize('name', SMALL)
+def test_gradients_are_finite(name, train):
+  _, _, gradients = run(small(name), variables_of(name), IMAGES, train=train)
+  assert all(jnp.isfinite(leaf).all() for leaf in jax.tree.leaves(gradients))
+  assert jnp.all(jnp.any(gradients[1] != 0, axis=(1, 2, 3)))
+
+
+class PlainCNN(nn.Module):
+  """`CNN` with ordinary convolutions, for normalised images."""
+
+  @nn.compact
+  def __call__(self, x):
+    x = nn.relu(nn.Conv(4, (4, 4), strides=2)(x))
+    x = nn.relu(nn.Conv(8, (4, 4), strides=2)(x))
+    x = nn.relu(nn.Dense(16)(x.reshape(x.shape[0], -1)))
+    return nn.Dense(5)(x)
+
+
+def test_cnn_equals_ordinary_convolutions_on_the_same_parameters():
+  variables = variables_of('cnn')
+  np.testing.assert_allclose(
+    run(small('cnn'), variables, IMAGES, train=False)[0],
+    jax.jit(PlainCNN().apply)(variables, NORMALISED),
+    rtol=1e-4,
+    atol=1e-4,
+  )
+
+
+@pytest.mark.parametrize(
+  'shape', [(28, 28, 1), (8, 6, 3), (7, 5, 2), (1, 2, 4)]
+)
+def test_conv_equals_nn_conv_in_values_and_gradients(shape):
+  rng = np.random.default_rng(2)
+  images, kernel, bias = (
+    np.float32(rng.normal(size=size))
+    for size in [(3, *shape), (4, 4, shape[-1], 6), (6,)]
+  )
+  variables = {'params': {'kernel': kernel, 'bias': bias}}
+
+  @functools.partial(jax.jit, static_argnums=0)
+  def values_and_gradients(conv):
+    values, pullback = jax.vjp(conv.apply, variables, images)
+    return values, pullback(jnp.cos(values))
+
+  jax.tree.map(
+    functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-4),
+    values_and_gradients(Conv(6)),
+    values_and_gradients(nn.Conv(6, (4, 4), strides=2)),
+  )
+
+
+def test_create_makes_hashable_modules_from_lists_and_arrays():
+  model = models.create(
+    'cnn',
+    num_classes=5,
+    mean=list(MEAN),
+    std=np.array(STD),
+    features=[4, 8],
+    hidden=16,
+  )
+  assert model == small('cnn')
+  assert hash(model) == hash(small('cnn'))
+
+
+def test_unknown_names_and_options_are_explained():
+  common = {'num_classes': 10, 'mean': (0.5,), 'std': (0.5,)}
+  with pytest.raises(UserError, match=r"'resnet5'.*Did you mean 'resnet50'\?"):
+    models.create('resnet5', **common)
+  with pytest.raises(
+    UserError, match=r"model\.name = 'x'.*Choose one of: cnn, "
+  ):
+    models.create('x', **common)
+  with pytest.raises(UserError, match=r"'widht'.*Did you mean 'width'"):
+    models.create('resnet_v1_50', widht=8, **common)
+
+
+def test_impossible_depth_and_channels_are_explained():
+  model = models.create(
+    'resnet_v1_50', num_classes=10, mean=MEAN, std=STD, depth=18
+  )
+  with pytest.raises(UserError, match=r'depth = 18 .* 6n \+ 2'):
+    model.init(jax.random.key(0), IMAGES, train=False)
+  with pytest.raises(UserError, match='1 channels, but mean = '):
+    small('cnn').init(jax.random.key(0), IMAGES[..., :1], train=False)
+
+
+def test_module_docstring_runs():
+  assert doctest.testmod(models).failed == 0
