@@ -1,0 +1,206 @@
+"""Other attack libraries, side by side with ours on the same network."""
+
+import functools
+
+import foolbox
+import jax
+import numpy as np
+
+from benchmarks import timing
+from benchmarks.networks import load
+from mwrobust import attacks
+from mwrobust.report import markdown_table
+
+FOOLBOX = {
+  'linf': foolbox.attacks.LinfPGD,
+  'l2': foolbox.attacks.L2PGD,
+  'l1': foolbox.attacks.L1PGD,
+}
+
+
+def time_peers(network: str, repeats: int):
+  """Prints the time per step of every library for the pixel threats."""
+  logits_fn, variables, images, labels, threats = load(network)
+  threats = [threat for threat in threats if threat.space == 'pixel']
+
+  @functools.partial(jax.jit, static_argnums=1)
+  def attack(variables, threat, images):
+    bound = functools.partial(logits_fn, variables)
+    key = jax.random.key(0)
+    return attacks.make_attack(threat)(bound, key, images, labels)
+
+  libraries = {
+    'mwrobust': {
+      t.norm: functools.partial(attack, variables, t, images) for t in threats
+    },
+    'Foolbox, JAX': foolbox_attacks(
+      # Jitted: Foolbox would otherwise dispatch the network op by op.
+      foolbox.JAXModel(
+        jax.jit(functools.partial(logits_fn, variables)), bounds=(0, 1)
+      ),
+      *(threats, images, labels),
+    ),
+  }
+  try:
+    import torch
+  except ImportError:
+    print('torch is not installed: its libraries are left out')
+  else:
+    model = {'cnn': torch_cnn, 'resnet_v1_50': torch_resnet}[network](variables)
+    inputs = torch.tensor(np.asarray(images).transpose(0, 3, 1, 2).copy())
+    targets = torch.tensor(np.asarray(labels), dtype=torch.long)
+    libraries['Foolbox, torch'] = foolbox_attacks(
+      foolbox.PyTorchModel(model, bounds=(0, 1)), threats, inputs, targets
+    )
+    libraries['torchattacks'] = torchattacks(model, threats, inputs, targets)
+
+  best = timing.interleaved(
+    {
+      (library, norm): function
+      for library, functions in libraries.items()
+      for norm, function in functions.items()
+    },
+    repeats,
+  )
+  rows = []
+  for library in libraries:
+    row = [library]
+    for threat in threats:
+      seconds = best.get((library, threat.norm))
+      ours = best['mwrobust', threat.norm]
+      row.append(f'{1e3 * seconds / threat.steps:.2f}' if seconds else '-')
+      row.append(f'{seconds / ours:.2f}' if seconds else '-')
+    rows.append(row)
+  header = [f'{network}, batch {len(images)}']
+  for threat in threats:
+    header += [f'{threat.norm}, ms a step', 'over ours']
+  print(f'\n{markdown_table(header, rows)}')
+
+
+def foolbox_attacks(model, threats, inputs, targets):
+  """Foolbox's attacks, without its checks before and after."""
+  criterion = foolbox.criteria.Misclassification(targets)
+
+  def make(threat):
+    attack = FOOLBOX[threat.norm](
+      steps=threat.steps, rel_stepsize=2.5 / threat.steps, random_start=True
+    )
+
+    def run():
+      found = attack.run(model, inputs, criterion, epsilon=threat.eps)
+      return found if isinstance(found, jax.Array) else None
+
+    return run
+
+  return {threat.norm: make(threat) for threat in threats}
+
+
+def torchattacks(model, threats, inputs, targets):
+  """The attacks of torchattacks, which has no l1."""
+  try:
+    import torchattacks
+  except ImportError:
+    print('torchattacks is not installed: left out')
+    return {}
+  kinds = {'linf': torchattacks.PGD, 'l2': torchattacks.PGDL2}
+
+  def make(threat):
+    attack = kinds[threat.norm](
+      model,
+      eps=threat.eps,
+      alpha=2.5 * threat.eps / threat.steps,
+      steps=threat.steps,
+      random_start=True,
+    )
+
+    def run():
+      attack(inputs, targets)
+
+    return run
+
+  return {t.norm: make(t) for t in threats if t.norm in kinds}
+
+
+def torch_cnn(variables):
+  """`models.create('cnn')` in torch, with the same weights."""
+  import torch
+
+  params = jax.tree.map(np.asarray, variables['params'])
+
+  def with_weights(layer, kernel, bias):
+    layer.weight.data = torch.tensor(kernel.copy())
+    layer.bias.data = torch.tensor(bias.copy())
+    return layer
+
+  class ToNHWC(torch.nn.Module):
+    """Flax flattens NHWC."""
+
+    def forward(self, x):
+      return x.permute(0, 2, 3, 1)
+
+  layers = [_normalise()]
+  for name in ('Conv_0', 'Conv_1'):
+    kernel = params[name]['kernel'].transpose(3, 2, 0, 1)
+    conv = torch.nn.Conv2d(kernel.shape[1], len(kernel), 4, 2, 1)
+    layers += [
+      with_weights(conv, kernel, params[name]['bias']),
+      torch.nn.ReLU(),
+    ]
+  layers += [ToNHWC(), torch.nn.Flatten()]
+  for name in ('Dense_0', 'Dense_1'):
+    kernel = params[name]['kernel'].T
+    dense = torch.nn.Linear(kernel.shape[1], len(kernel))
+    layers += [
+      with_weights(dense, kernel, params[name]['bias']),
+      torch.nn.ReLU(),
+    ]
+  return torch.nn.Sequential(*layers[:-1]).eval().requires_grad_(False)
+
+
+def torch_resnet(variables):
+  """`models.create('resnet_v1_50')` in torch, with weights of its own."""
+  del variables
+  import torch
+  from torch import nn
+
+  class Block(nn.Module):
+    def __init__(self, before, features):
+      super().__init__()
+      stride = 1 if before == features else 2
+      self.layers = nn.Sequential(
+        nn.Conv2d(before, features, 3, stride, 1),
+        nn.BatchNorm2d(features),
+        nn.ReLU(),
+        nn.Conv2d(features, features, 3, 1, 1),
+        nn.BatchNorm2d(features),
+      )
+      self.shortcut = (
+        nn.Identity() if stride == 1 else nn.Conv2d(before, features, 1, stride)
+      )
+
+    def forward(self, x):
+      return torch.relu(self.layers(x) + self.shortcut(x))
+
+  layers = [
+    *(_normalise(), nn.Conv2d(3, 16, 3, 1, 1)),
+    *(nn.BatchNorm2d(16), nn.ReLU()),
+  ]
+  before = 16
+  for features in (16, 32, 64):
+    for _ in range(8):
+      layers.append(Block(before, features))
+      before = features
+  layers += [nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(64, 10)]
+  network = nn.Sequential(*layers).eval().requires_grad_(False)
+  # oneDNN's preferred layout, to be fair.
+  return network.to(memory_format=torch.channels_last)
+
+
+def _normalise():
+  import torch
+
+  class Normalise(torch.nn.Module):
+    def forward(self, x):
+      return (x - 0.5) / 0.5
+
+  return Normalise()
