@@ -1,0 +1,63 @@
+"""One model out of the last h outer steps: their mean, or their ensemble.
+
+The Theorem's output is the ensemble of the outputs; the mean of the parameters
+(Figure ALG:multi-robust-scalable) is as good if the losses are near convex, and
+costs one network instead of h:
+
+>>> import jax.numpy as jnp
+>>> from mwrobust import averaging
+>>> average = averaging.average([{'w': jnp.ones(2)}, {'w': 3 * jnp.ones(2)}])
+>>> average['w'].tolist()
+[2.0, 2.0]
+
+An ensemble is a `logits_fn` like any other, so attacks see it as one model:
+
+>>> logits_fn = averaging.ensemble([lambda x: x, lambda x: -x])
+>>> jnp.exp(logits_fn(jnp.array([[4.0, 0.0]]))).tolist()
+[[0.5, 0.5]]
+"""
+
+import math
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+LogitsFn = Callable[[jax.Array], jax.Array]
+
+
+def average(trees: Iterable[Any]) -> Any:
+  """The mean of pytrees of arrays, oldest first: parameters, batch statistics.
+
+  Leaves keep their dtype. Leaves that are not floating point (counters, keys)
+  have no mean to speak of: they are taken from the last tree.
+
+  BatchNorm statistics average like the rest, as in the authors' code. That is
+  not the same as the statistics of the averaged network; an `ensemble` avoids
+  the question.
+  """
+
+  def mean(*leaves):
+    if not jnp.issubdtype(leaves[-1].dtype, jnp.inexact):
+      return leaves[-1]
+    return jnp.mean(jnp.stack(leaves), axis=0)
+
+  return jax.tree.map(mean, *trees)
+
+
+def ensemble(logits_fns: Iterable[LogitsFn]) -> LogitsFn:
+  """The model whose probabilities are the mean of the members' probabilities.
+
+  Its logits are log probabilities: the log of the mean softmax, finite however
+  sure of themselves the members are.
+  """
+  members = tuple(logits_fns)
+
+  def logits_fn(images):
+    log_p = jnp.stack(
+      [jax.nn.log_softmax(member(images)) for member in members]
+    )
+    return jax.nn.logsumexp(log_p, axis=0) - math.log(len(members))
+
+  return logits_fn
