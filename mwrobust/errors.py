@@ -23,8 +23,9 @@ def check_choice(field: str, value: str, choices: Iterable[str]) -> None:
   choices = list(choices)
   if value in choices:
     return
-  close = difflib.get_close_matches(str(value).lower(), choices, n=1)
-  hint = f' Did you mean {close[0]!r}?' if close else ''
+  by_lower = {choice.lower(): choice for choice in choices}
+  close = difflib.get_close_matches(str(value).lower(), by_lower, n=1)
+  hint = f' Did you mean {by_lower[close[0]]!r}?' if close else ''
   raise UserError(
     f'{field} = {value!r} does not exist.{hint} '
     f'Choose one of: {", ".join(choices)}.'

@@ -1,0 +1,161 @@
+import pathlib
+
+import pytest
+from ml_collections import config_flags  # noqa: F401
+
+from mwrobust import config as config_lib
+from mwrobust.errors import UserError
+
+CONFIGS = pathlib.Path(__file__).parent.parent / 'configs'
+
+
+def load(name, variants=''):
+  scope = {}
+  source = (CONFIGS / f'{name}.py').read_text()
+  exec(compile(source, name, 'exec'), scope)
+  return scope['get_config'](variants)
+
+
+@pytest.mark.parametrize(
+  ('name', 'variants'),
+  [
+    ('quickstart', ''),
+    ('quickstart', 'runlocal'),
+    ('mnist', ''),
+    ('mnist', 'released'),
+    ('mnist', 'cnn'),
+    ('mnist', 'released,cnn'),
+    ('mnist', 'runlocal'),
+    ('cifar10', ''),
+    ('cifar10', 'released'),
+    ('cifar10', 'runlocal'),
+  ],
+)
+def test_every_config_is_valid(name, variants):
+  config_lib.validate(load(name, variants))
+
+
+def test_the_presets_hold_the_numbers_of_the_paper_and_of_the_code():
+  def numbers(config):
+    threats, train, optimizer = config.threats, config.train, config.optimizer
+    return (
+      (threats.eps_linf, threats.eps_l2, threats.eps_l1),
+      (config.model.name, config.policy.eta, config.data.validation),
+      (train.T, train.r, train.h, train.batch_size, train.ramp),
+      (optimizer.name, optimizer.learning_rate, optimizer.drops),
+      config.data.augment,
+    )
+
+  sgd = ('sgd', 0.1, (100, 150))
+  assert numbers(load('cifar10')) == (
+    (0.06, 0.1, 7.84),
+    ('resnet50', 0.1, 'seed'),
+    (40, 5, 3, 128, 0.0),
+    sgd,
+    True,
+  )
+  assert numbers(load('cifar10', 'released')) == (
+    (8 / 255, 1.0, 2000 / 255),
+    ('resnet_v1_50', 0.1, 'last'),
+    (40, 5, 3, 128, 0.0),
+    sgd,
+    True,
+  )
+  sgd = ('sgd', 1e-3, (30, 45))
+  assert numbers(load('mnist')) == (
+    (0.4, 1.0, 5.0),
+    ('resnet50', 0.1, 'seed'),
+    (20, 3, 3, 100, 0.0),
+    sgd,
+    False,
+  )
+  assert numbers(load('mnist', 'released')) == (
+    (0.2, 2.0, 10.0),
+    ('resnet_v1_50', 0.1, 'last'),
+    (20, 3, 3, 100, 0.0),
+    sgd,
+    True,
+  )
+  for config in (load('mnist'), load('cifar10', 'released')):
+    assert (config.optimizer.momentum, config.optimizer.l2) == (0.9, 1e-4)
+    train, evaluation = (
+      {(t.norm, t.steps, t.percentile, t.clip, t.random_start) for t in threats}
+      for threats in (
+        config_lib.make_threats(config, phase) for phase in ('train', 'eval')
+      )
+    )
+    for found, pgd, slide, percentile in (
+      (train, 10, 20, 95.0),
+      (evaluation, 40, 100, 99.0),
+    ):
+      assert found == {
+        ('linf', pgd, percentile, 'end', True),
+        ('l2', pgd, percentile, 'end', True),
+        ('l1', slide, percentile, 'end', True),
+      }
+
+
+@pytest.mark.parametrize(
+  ('field', 'value', 'message'),
+  [
+    ('algorithm', 'figure4', r"algorithm = 'figure4'.*scalable, ensemble"),
+    ('data.validation', 'first', r"data\.validation = 'first'"),
+    ('model.name', 'resnet5', r"Did you mean 'resnet50'\?"),
+    ('threats.spaces', ('pixels',), r"Did you mean 'pixel'\?"),
+    ('threats.norms', ('l3',), r"threats\.norms = 'l3'"),
+    ('threats.norms', (), r'threats\.norms must each name at least one'),
+    ('threats.eps_l2', 0.0, r'threats\.eps_l2 = 0\.0.*more than 0'),
+    ('policy.name', 'gredy', r"Did you mean 'greedy'\?"),
+    ('policy.threat', 'pixel_l3', r"policy\.threat = 'pixel_l3'.*Did you mean"),
+    ('policy.eta', -1.0, r'policy\.eta = -1\.0.*more than 0'),
+    ('optimizer.name', 'sdg', r"Did you mean 'sgd'\?"),
+    ('optimizer.schedule', 'cosine', r'Choose one of: steps, one_cycle'),
+    ('train.h', 21, r'train\.h = 21 is more than train\.T = 20'),
+    ('train.T', 0, r'train\.T = 0.*at least 1'),
+    ('train.ramp', 1.5, r'train\.ramp = 1\.5.*at least 0 and at most 1'),
+    ('train.percentile', 100.0, r'train\.percentile.*less than 100'),
+    ('optimizer.learning_rate', float('nan'), r'learning_rate = nan.*finite'),
+    ('seed', -1, r'seed = -1.*at least 0'),
+  ],
+)
+def test_bad_values_are_named(field, value, message):
+  config = load('mnist')
+  group, _, name = field.rpartition('.')
+  target = config[group] if group else config
+  with target.unlocked(), target.ignore_type():
+    target[name] = value
+  with pytest.raises(UserError, match=message):
+    config_lib.validate(config)
+
+
+def test_unknown_missing_and_mistyped_fields_are_named():
+  config = load('mnist')
+  config.train.epochs = 3
+  with pytest.raises(UserError, match=r"config field = 'train\.epochs'"):
+    config_lib.validate(config)
+  config = load('mnist')
+  del config.train['ramp']
+  with pytest.raises(UserError, match=r'train\.ramp is missing'):
+    config_lib.validate(config)
+  config = load('mnist')
+  with config.ignore_type():
+    config.train.T = '20'
+  with pytest.raises(UserError, match=r"train\.T = '20'.*expected int"):
+    config_lib.validate(config)
+
+
+def test_unknown_variants_are_refused():
+  with pytest.raises(UserError, match=r"'relased'.*Did you mean 'released'"):
+    load('mnist', 'relased')
+
+
+def test_eta_may_follow_a_schedule():
+  config = load('mnist')
+  config.policy.eta_schedule = 'inverse_sqrt'
+  policy = config_lib.make_policy(config)
+  state = policy.init()
+  for t, eta in enumerate((0.1, 0.1 / 2**0.5, 0.1 / 3**0.5)):
+    before = state.log_weights
+    state = policy.update(state, 1.0 * (before == before).cumsum())
+    gained = (state.log_weights - before)[-1] - (state.log_weights - before)[0]
+    assert gained == pytest.approx(5 * eta, rel=1e-5), t
