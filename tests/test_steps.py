@@ -1,0 +1,194 @@
+import functools
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import ml_collections
+import numpy as np
+import optax
+import pytest
+
+from mwrobust import attacks, datasets, policies, state, steps
+
+KEY = jax.random.key(0)
+RNG = np.random.default_rng(0)
+THREATS = attacks.six_threats(0.1, 0.5, 2.0)
+BATCH = steps.Batch(
+  RNG.integers(0, 256, (12, 8, 8, 1), dtype=np.uint8),
+  RNG.integers(0, 3, 12).astype(np.int32),
+  np.arange(12, dtype=np.int32),
+)
+
+
+class Network(nn.Module):
+  """Counts how often it is traced, and has BatchNorm."""
+
+  traced = []  # noqa: RUF012
+
+  @nn.compact
+  def __call__(self, images, train):
+    self.traced.append(train)
+    x = nn.relu(nn.Conv(4, (3, 3), 2)(images))
+    x = nn.BatchNorm(use_running_average=not train, momentum=0.5)(x)
+    return nn.Dense(3)(x.reshape(len(x), -1))
+
+
+def make(**changes):
+  policy = policies.uniform(6)
+  first = state.create(KEY, Network(), (8, 8, 1), optax.sgd(0.1), policy)
+  options = {
+    'model': Network(),
+    'threats': THREATS,
+    'key': KEY,
+    'radius_scale': lambda step: 1.0,
+    'augment': False,
+    'attacked': True,
+  }
+  return first, steps.make_train_step(**(options | changes))
+
+
+def test_one_trace_serves_every_index_and_every_step():
+  now, train_step = make()
+  Network.traced.clear()
+  for index in range(6):
+    now, loss = train_step(now, np.int32(index), BATCH)
+    assert np.isfinite(loss)
+  # Once in the attack, with running statistics, and once in the update.
+  assert Network.traced == [False, True]
+  assert train_step._cache_size() == 1
+  assert int(now.step) == 6
+
+
+def test_the_step_is_the_attack_then_sgd_on_what_came_out():
+  for index in (0, 5):
+    now, train_step = make()
+    copy = jax.tree.map(jnp.copy, now)
+    key, _ = jax.random.split(jax.random.fold_in(KEY, 0))
+    images = BATCH.images.astype(np.float32) / 255
+
+    def infer(images, copy=copy):
+      return Network().apply(copy.variables, images, train=False)
+
+    adversarial = attacks.make_attack(THREATS[index])(
+      infer, key, images, BATCH.labels, BATCH.ids
+    )
+
+    def loss_fn(params, copy=copy, adversarial=adversarial):
+      logits, updated = Network().apply(
+        {'params': params, 'batch_stats': copy.batch_stats},
+        adversarial,
+        train=True,
+        mutable=['batch_stats'],
+      )
+      losses = optax.softmax_cross_entropy_with_integer_labels(
+        logits, BATCH.labels
+      )
+      return losses.mean(), updated['batch_stats']
+
+    (expected_loss, stats), gradient = jax.value_and_grad(
+      loss_fn, has_aux=True
+    )(copy.params)
+    expected = jax.tree.map(lambda p, g: p - 0.1 * g, copy.params, gradient)
+
+    now, loss = train_step(now, np.int32(index), BATCH)
+    close = functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-5)
+    close(loss, expected_loss)
+    jax.tree.map(close, now.params, expected)
+    # One update of the statistics: the attack made none.
+    jax.tree.map(close, now.batch_stats, stats)
+
+
+def test_radii_follow_the_scale():
+  losses = {}
+  for scale in (0.0, 0.5, 1.0):
+    now, train_step = make(radius_scale=lambda step, scale=scale: scale)
+    losses[scale] = [
+      float(train_step(jax.tree.map(jnp.copy, now), np.int32(i), BATCH)[1])
+      for i in range(6)
+    ]
+  now, natural = make(attacked=False)
+  _, unattacked = natural(now, np.int32(0), BATCH)
+  np.testing.assert_allclose(losses[0.0], unattacked, rtol=1e-5)
+  assert (np.array(losses[0.5]) > np.array(losses[0.0])).all()
+  assert (np.array(losses[1.0]) > np.array(losses[0.5])).all()
+
+
+def test_augmentation_is_that_of_the_data_set():
+  now, train_step = make(augment=True, attacked=False)
+  _, augment_key = jax.random.split(jax.random.fold_in(KEY, 0))
+  images = datasets.augment(
+    augment_key, BATCH.images.astype(np.float32) / 255, BATCH.ids
+  )
+  bytes_ = np.round(np.asarray(images) * 255).astype(np.uint8)
+  _, expected = make(attacked=False)[1](
+    jax.tree.map(jnp.copy, now), np.int32(0), BATCH._replace(images=bytes_)
+  )
+  _, loss = train_step(now, np.int32(0), BATCH)
+  np.testing.assert_allclose(loss, expected, rtol=1e-4)
+
+
+def test_evaluation_attacks_or_not_and_leaves_the_state_alone():
+  now, _ = make()
+  eval_step = steps.make_eval_step(model=Network(), threats=THREATS, key=KEY)
+  images = BATCH.images.astype(np.float32) / 255
+  variables = now.variables
+  natural = Network().apply(variables, images, train=False)
+  losses, correct = eval_step((variables,), jnp.int32(6), BATCH, 1.0)
+  expected = optax.softmax_cross_entropy_with_integer_labels(
+    natural, BATCH.labels
+  )
+  np.testing.assert_allclose(losses, expected, rtol=1e-5)
+  assert (correct == (natural.argmax(-1) == BATCH.labels)).all()
+  for index in range(6):
+    attacked, _ = eval_step((variables,), jnp.int32(index), BATCH, 1.0)
+    assert attacked.mean() > losses.mean()
+  # Two equal members are one network.
+  both, _ = eval_step((variables, variables), jnp.int32(0), BATCH, 1.0)
+  alone, _ = eval_step((variables,), jnp.int32(0), BATCH, 1.0)
+  np.testing.assert_allclose(both, alone, rtol=1e-4, atol=1e-5)
+
+
+def optimizer_config(**changes):
+  return ml_collections.ConfigDict(
+    {
+      'name': 'sgd',
+      'learning_rate': 0.1,
+      'schedule': 'steps',
+      'drops': (2, 3),
+      'momentum': 0.9,
+      'l2': 0.0,
+    }
+    | changes
+  )
+
+
+def test_learning_rate_drops_at_the_epochs():
+  _, rate = state.make_optimizer(optimizer_config(), 10, 50)
+  found = [float(rate(step)) for step in (0, 19, 21, 29, 31, 49)]
+  np.testing.assert_allclose(found, [0.1, 0.1, 0.01, 0.01, 1e-3, 1e-3])
+
+
+def test_one_cycle_rises_and_falls():
+  config = optimizer_config(schedule='one_cycle', name='adam')
+  _, rate = state.make_optimizer(config, 10, 100)
+  rates = [float(rate(step)) for step in range(100)]
+  assert max(rates) == pytest.approx(0.1, rel=1e-3)
+  assert rates[0] < 0.05
+  assert rates[-1] < 0.001
+
+
+def test_l2_is_keras_l2_on_convolution_kernels_only():
+  optimizer, _ = state.make_optimizer(
+    optimizer_config(l2=0.01, momentum=0.0), 10, 50
+  )
+  params = {'conv': jnp.ones((3, 3, 1, 2)), 'dense': jnp.ones((4, 2))}
+
+  def regularised(params):
+    return 0.01 * jnp.sum(params['conv'] ** 2)
+
+  zero = jax.tree.map(jnp.zeros_like, params)
+  updates, _ = optimizer.update(zero, optimizer.init(params), params)
+  expected = jax.tree.map(lambda g: -0.1 * g, jax.grad(regularised)(params))
+  jax.tree.map(
+    functools.partial(np.testing.assert_allclose, rtol=1e-6), updates, expected
+  )
