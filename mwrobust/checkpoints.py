@@ -1,0 +1,131 @@
+"""Checkpoints; the only file that knows Orbax.
+
+  checkpoints/<t>        the state after outer step t: the paper's theta_t
+  interrupted/<step>     the state a run was interrupted in, between two t
+
+A save is whole or it is not there. What cannot be read is passed over for the
+one before it, and a run that goes on from there makes it again.
+"""
+
+import pathlib
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from orbax.checkpoint import v1 as ocp
+
+from mwrobust.errors import UserError
+from mwrobust.state import TrainState
+
+
+class Checkpoints:
+  """The checkpoints of a run."""
+
+  def __init__(self, workdir: pathlib.Path, keep: int | None):
+    """Opens them, and clears away what a killed save left half done.
+
+    Args:
+      workdir: the folder of the run.
+      keep: how many outer steps to keep; None for all.
+    """
+    policies = ocp.training.preservation_policies
+    outer = policies.PreserveAll() if keep is None else policies.LatestN(keep)
+    self._outer = _open(workdir / 'checkpoints', outer)
+    self._interrupted = _open(workdir / 'interrupted', policies.LatestN(1))
+
+  def save(self, state: TrainState) -> None:
+    """Saves the state after an outer step."""
+    _save(self._outer, int(state.outer_step), state)
+
+  def save_interrupted(self, state: TrainState) -> None:
+    """Saves the state in the midst of an outer step."""
+    _save(self._interrupted, int(state.step), state)
+
+  def restore(
+    self, like: TrainState, say: Callable[[str], None]
+  ) -> TrainState | None:
+    """The furthest state that can be read, or None if there is none.
+
+    Args:
+      like: a state of the same shapes.
+      say: told of each checkpoint that could not be read.
+    """
+    both = self._outer, self._interrupted
+    found = [_load_newest(checkpointer, like, say) for checkpointer in both]
+    found = [state for state in found if state is not None]
+    if not found and any(checkpointer.checkpoints for checkpointer in both):
+      raise UserError(
+        f'No checkpoint of {self._outer.directory.parent} can be read. Choose '
+        'another --workdir to start anew.'
+      )
+    return max(found, key=lambda state: int(state.step), default=None)
+
+  def last(self, count: int, like: TrainState) -> list[TrainState]:
+    """The states after the last `count` outer steps, oldest first."""
+    steps = [checkpoint.step for checkpoint in self._outer.checkpoints]
+    if len(steps) < count:
+      raise UserError(
+        f'{self._outer.directory} has the outer steps {steps}, but {count} are '
+        'needed: train on, or lower train.h.'
+      )
+    try:
+      return [_load(self._outer, step, like) for step in steps[-count:]]
+    except Exception as error:
+      raise UserError(
+        f'A checkpoint of {self._outer.directory} cannot be read '
+        f'({_reason(error)}).'
+      ) from error
+
+  def close(self) -> None:
+    """Waits for what is under way."""
+    self._outer.close()
+    self._interrupted.close()
+
+
+def _open(directory: pathlib.Path, preservation_policy: Any):
+  return ocp.training.Checkpointer(
+    directory.absolute(),
+    save_decision_policy=(
+      ocp.training.save_decision_policies.FixedIntervalPolicy(1)
+    ),
+    preservation_policy=preservation_policy,
+    cleanup_tmp_directories=True,
+  )
+
+
+def _save(checkpointer, step: int, state: TrainState) -> None:
+  try:
+    # Overwrites only what could not be read: a run goes on behind its newest.
+    checkpointer.save(step, state, overwrite=True)
+  except Exception as error:  # TensorStore has many words for a full disk.
+    raise UserError(
+      f'Cannot save a checkpoint in {checkpointer.directory}: '
+      f'{_reason(error)}. The one before it is kept. Free some space or make '
+      'the folder writable, and run the same command again.'
+    ) from error
+
+
+def _load(checkpointer, step: int, like: TrainState) -> TrainState:
+  return checkpointer.load(step, jax.tree.map(_abstract, like))
+
+
+def _abstract(leaf: jax.Array) -> jax.ShapeDtypeStruct:
+  return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding)
+
+
+def _load_newest(checkpointer, like: TrainState, say: Callable[[str], None]):
+  for checkpoint in reversed(checkpointer.checkpoints):
+    try:
+      return _load(checkpointer, checkpoint.step, like)
+    except Exception as error:
+      say(
+        f'Checkpoint {checkpoint.path} cannot be read ({_reason(error)}): '
+        'going back to the one before it.'
+      )
+  return None
+
+
+def _reason(error: Exception) -> str:
+  """The first line of the cause, where Orbax puts the useful text."""
+  text = str(error.__cause__ or error).strip()
+  return text.splitlines()[0] if text else type(error).__name__

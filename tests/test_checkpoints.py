@@ -1,0 +1,164 @@
+import errno
+import os
+import pathlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from mwrobust import models, policies, state
+from mwrobust.checkpoints import Checkpoints
+from mwrobust.errors import UserError
+
+POLICY = policies.multiplicative_weights(6, 0.1)
+
+
+@pytest.fixture(scope='module')
+def start():
+  model = models.create(
+    'cnn', num_classes=3, mean=(0.5,), std=(0.5,), features=(2,), hidden=3
+  )
+  return state.create(
+    jax.random.key(0), model, (8, 8, 1), optax.adam(1e-3), POLICY
+  )
+
+
+@pytest.fixture
+def open_in(tmp_path):
+  opened = []
+
+  def open_(keep=3):
+    opened.append(Checkpoints(tmp_path, keep))
+    return opened[-1]
+
+  yield open_
+  for checkpoints in opened:
+    checkpoints.close()
+
+
+def after(start, t, step=None):
+  """A state after t outer steps, every array of it telling."""
+  moved = jax.tree.map(
+    lambda x: x + t if jnp.issubdtype(x.dtype, jnp.floating) else x, start
+  )
+  return moved.replace(
+    outer_step=jnp.int32(t), step=jnp.int32(10 * t if step is None else step)
+  )
+
+
+def assert_same(found, expected):
+  assert jax.tree.structure(found) == jax.tree.structure(expected)
+  for ours, theirs in zip(
+    jax.tree.leaves(found), jax.tree.leaves(expected), strict=True
+  ):
+    assert ours.dtype == theirs.dtype
+    assert (np.asarray(ours) == np.asarray(theirs)).all()
+
+
+def test_what_is_restored_is_what_was_saved_to_the_bit(start, open_in):
+  assert open_in().restore(start, print) is None
+  open_in().save(after(start, 1))
+  assert_same(open_in().restore(start, print), after(start, 1))
+
+
+def test_the_last_h_are_kept_oldest_first(start, open_in):
+  checkpoints = open_in(keep=3)
+  for t in range(1, 6):
+    checkpoints.save(after(start, t))
+  for found, t in zip(open_in().last(3, start), (3, 4, 5), strict=True):
+    assert_same(found, after(start, t))
+  with pytest.raises(UserError, match=r'outer steps \[3, 4, 5\], but 4 are'):
+    open_in().last(4, start)
+
+
+def test_all_are_kept_for_the_ensemble(start, open_in):
+  checkpoints = open_in(keep=None)
+  for t in range(1, 6):
+    checkpoints.save(after(start, t))
+  assert len(open_in(None).last(5, start)) == 5
+
+
+def test_the_furthest_state_is_restored(start, open_in):
+  checkpoints = open_in()
+  checkpoints.save(after(start, 1))
+  checkpoints.save_interrupted(after(start, 1, step=17))
+  assert_same(open_in().restore(start, print), after(start, 1, step=17))
+  checkpoints.save(after(start, 2))
+  assert_same(open_in().restore(start, print), after(start, 2))
+
+
+def damage(folder: pathlib.Path, how):
+  files = [path for path in folder.rglob('*') if path.is_file()]
+  largest = max(files, key=lambda path: path.stat().st_size)
+  how(largest)
+
+
+def truncate(path):
+  os.truncate(path, path.stat().st_size // 2)
+
+
+def overwrite(path):
+  size = path.stat().st_size
+  with open(path, 'r+b') as file:
+    file.seek(size // 3)
+    file.write(b'\xa5' * (size // 3))
+
+
+def flip_a_bit(path):
+  data = bytearray(path.read_bytes())
+  data[len(data) // 2] ^= 1
+  path.write_bytes(data)
+
+
+@pytest.mark.parametrize(
+  'how', [os.remove, truncate, overwrite, flip_a_bit], ids=lambda f: f.__name__
+)
+def test_a_damaged_newest_is_passed_over_and_made_again(
+  how, start, open_in, tmp_path
+):
+  checkpoints = open_in()
+  for t in (1, 2):
+    checkpoints.save(after(start, t))
+  damage(tmp_path / 'checkpoints' / '2', how)
+  told = []
+  checkpoints = open_in()
+  assert_same(checkpoints.restore(start, told.append), after(start, 1))
+  assert 'checkpoints/2 cannot be read' in told[0]
+  assert 'going back to the one before' in told[0]
+  checkpoints.save(after(start, 2))
+  assert_same(open_in().restore(start, print), after(start, 2))
+
+
+def test_all_damaged_is_no_fresh_start(start, open_in, tmp_path):
+  open_in().save(after(start, 1))
+  damage(tmp_path / 'checkpoints' / '1', truncate)
+  with pytest.raises(UserError, match=r'No checkpoint of .* can be read'):
+    open_in().restore(start, lambda text: None)
+
+
+def test_what_a_killed_save_left_is_cleared_away(start, open_in, tmp_path):
+  open_in().save(after(start, 1))
+  half = tmp_path / 'checkpoints' / '2.orbax-checkpoint-tmp'
+  half.mkdir()
+  (half / 'part').write_bytes(b'half')
+  checkpoints = open_in()
+  assert_same(checkpoints.restore(start, print), after(start, 1))
+  checkpoints.save(after(start, 2))
+  assert_same(open_in().restore(start, print), after(start, 2))
+
+
+def test_a_full_disk_is_told_and_the_last_checkpoint_stays(
+  start, open_in, monkeypatch
+):
+  checkpoints = open_in()
+  checkpoints.save(after(start, 1))
+
+  def full(*args, **kwargs):
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+  monkeypatch.setattr(checkpoints._outer, 'save', full)
+  with pytest.raises(UserError, match=r'No space left.*Free some space'):
+    checkpoints.save(after(start, 2))
+  assert_same(open_in().restore(start, print), after(start, 1))
