@@ -160,15 +160,18 @@ def make_attack(
 
   def attack(logits_fn, key, images, labels, ids=None, scale=1.0):
     images, labels, ids = _check(images, labels, ids)
+    start_key = functools.partial(jax.random.fold_in, key)
     if restarts == 1:
-      return finish(climb(logits_fn, 0, key, 0, images, labels, ids, scale))
+      found = climb(logits_fn, 0, start_key(0), images, labels, ids, scale)
+      return finish(found)
 
     final_loss = _constant_closure(
       lambda images: loss_fn(logits_fn(images), labels), images
     )
 
     def keep_worst(restart, worst):
-      found = climb(logits_fn, 0, key, restart, images, labels, ids, scale)
+      key = start_key(restart)
+      found = climb(logits_fn, 0, key, images, labels, ids, scale)
       loss = final_loss(_clip(found))
       loss = jnp.where(jnp.isnan(loss), jnp.inf, loss)
       worse = loss > worst[1]
@@ -200,7 +203,8 @@ def make_switch(threats: Sequence[Threat]) -> Attack:
   def switch(logits_fn, index, key, images, labels, ids=None, scale=1.0):
     images, labels, ids = _check(images, labels, ids)
     index = _check_index(index, len(threats))
-    return _clip(climb(logits_fn, index, key, 0, images, labels, ids, scale))
+    key = jax.random.fold_in(key, 0)  # The first start of `make_attack`.
+    return _clip(climb(logits_fn, index, key, images, labels, ids, scale))
 
   return switch
 
@@ -225,14 +229,13 @@ def _make_climb(threats: tuple[Threat, ...]):
     np.array([threat.random_start for threat in threats]),
   )
 
-  def climb(logits_fn, index, key, restart, images, labels, ids, scale):
+  def climb(logits_fn, index, key, images, labels, ids, scale):
     """The perturbed images, before the last clip."""
     maps, map_column, balls, ball_column = _geometries(threats, images)
     map_index, ball_index, loss_index, steps, eps, step_size, random_start = (
       column[index] if isinstance(index, int) else jnp.asarray(column)[index]
       for column in (map_column, ball_column, loss_column, *data_columns)
     )
-
     eps, step_size = eps * scale, step_size * scale
 
     def in_space(function, *args):  # For each example, in the threat's space.
@@ -248,7 +251,6 @@ def _make_climb(threats: tuple[Threat, ...]):
       return jnp.sum(lax.switch(loss_index, loss_fns, logits, labels))
 
     gradient_fn = _constant_closure(jax.grad(total_loss), images)
-    key = jax.random.fold_in(key, restart)
     keys = jax.vmap(jax.random.fold_in, (None, 0))(key, ids)
 
     # ---- the start: z = R(x) + delta, delta a random point of the ball
@@ -264,10 +266,7 @@ def _make_climb(threats: tuple[Threat, ...]):
       gradient = gradient_fn(images)
       gradient = in_space(_Map.pull_back, centre, delta, gradient)
       delta = in_ball(
-        lambda ball, delta, gradient: ball.step(
-          delta, gradient, eps, step_size
-        ),
-        *(delta, gradient),
+        lambda ball, *args: ball.step(*args, eps, step_size), delta, gradient
       )
       return in_space(_Map.place, centre, delta)
 

@@ -1,7 +1,11 @@
 """Two fake CPU devices, and the strictest JAX there is, for every test."""
 
 import os
+import tempfile
 
+# What one process of the tests compiled, the others need not.
+os.environ.setdefault('JAX_COMPILATION_CACHE_DIR', tempfile.mkdtemp())
+os.environ['JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS'] = '0'
 os.environ['JAX_PLATFORMS'] = 'cpu'
 os.environ['XLA_FLAGS'] = '--xla_force_host_platform_device_count=2'
 os.environ['JAX_NUMPY_RANK_PROMOTION'] = 'raise'

