@@ -191,9 +191,7 @@ def torch_resnet(variables):
       layers.append(Block(before, features))
       before = features
   layers += [nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(64, 10)]
-  network = nn.Sequential(*layers).eval().requires_grad_(False)
-  # oneDNN's preferred layout, to be fair.
-  return network.to(memory_format=torch.channels_last)
+  return nn.Sequential(*layers).eval().requires_grad_(False)
 
 
 def _normalise():
