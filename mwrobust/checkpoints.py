@@ -7,8 +7,11 @@ A save is whole or it is not there. What cannot be read is passed over for the
 one before it, and a run that goes on from there makes it again.
 """
 
+import contextlib
+import logging
 import pathlib
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -77,9 +80,11 @@ class Checkpoints:
       ) from error
 
   def close(self) -> None:
-    """Waits for what is under way."""
-    self._outer.close()
-    self._interrupted.close()
+    """Lets go of the folders."""
+    for checkpointer in (self._outer, self._interrupted):
+      # A save that failed has been told of, and would be raised again here.
+      with _quiet(), contextlib.suppress(Exception):
+        checkpointer.close()
 
 
 def _open(directory: pathlib.Path, preservation_policy: Any):
@@ -96,7 +101,8 @@ def _open(directory: pathlib.Path, preservation_policy: Any):
 def _save(checkpointer, step: int, state: TrainState) -> None:
   try:
     # Overwrites only what could not be read: a run goes on behind its newest.
-    checkpointer.save(step, state, overwrite=True)
+    with _quiet():
+      checkpointer.save(step, state, overwrite=True)
   except Exception as error:  # TensorStore has many words for a full disk.
     raise UserError(
       f'Cannot save a checkpoint in {checkpointer.directory}: '
@@ -106,7 +112,8 @@ def _save(checkpointer, step: int, state: TrainState) -> None:
 
 
 def _load(checkpointer, step: int, like: TrainState) -> TrainState:
-  return checkpointer.load(step, jax.tree.map(_abstract, like))
+  with _quiet():
+    return checkpointer.load(step, jax.tree.map(_abstract, like))
 
 
 def _abstract(leaf: jax.Array) -> jax.ShapeDtypeStruct:
@@ -123,6 +130,20 @@ def _load_newest(checkpointer, like: TrainState, say: Callable[[str], None]):
         'going back to the one before it.'
       )
   return None
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+  """Keeps Orbax from printing the tracebacks of what it raises as well."""
+  logger = logging.getLogger('absl')
+  hook, level = threading.excepthook, logger.level
+  threading.excepthook = lambda args: None
+  logger.setLevel(logging.CRITICAL)
+  try:
+    yield
+  finally:
+    threading.excepthook = hook
+    logger.setLevel(level)
 
 
 def _reason(error: Exception) -> str:

@@ -1,5 +1,6 @@
 """Who still stands: accuracy under each threat, their minimum, their union."""
 
+import io
 import pathlib
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
@@ -7,7 +8,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
-from mwrobust import datasets
+from mwrobust import datasets, metrics
 from mwrobust.steps import Batch
 
 
@@ -38,11 +39,10 @@ class Evaluation(NamedTuple):
     return {name: 100 * float(share) for name, share in shares.items()}
 
   def save(self, path: pathlib.Path) -> None:
-    """Writes them whole, or not at all."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_suffix('.tmp.npz')
-    np.savez_compressed(temporary, **self._asdict())
-    temporary.replace(path)
+    """Writes them as .npz."""
+    file = io.BytesIO()
+    np.savez_compressed(file, **self._asdict())
+    metrics.write_bytes(path, file.getvalue())
 
   @classmethod
   def load(cls, path: pathlib.Path) -> 'Evaluation':

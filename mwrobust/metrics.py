@@ -73,22 +73,32 @@ def _plain(value: Any) -> Any:
   return value
 
 
-def write_json(path: str | os.PathLike, value: Any) -> None:
-  """Writes `value` as JSON: a reader sees the old file or the new, never half.
+def write_bytes(path: str | os.PathLike, data: bytes) -> None:
+  """Writes a file: a reader sees the old one or the new, never half of it.
 
   Args:
     path: the file; its folder is made where it is missing.
-    value: dicts, lists, strings and numbers, NumPy's and JAX's among them. NaN
-      and infinity become null.
+    data: what is to be in it.
 
   Raises:
     UserError: the disk is full, or the file may not be written.
   """
   path = pathlib.Path(path)
-  text = json.dumps(_plain(value), indent=2, allow_nan=False) + '\n'
   with _explained(path):
     path.parent.mkdir(parents=True, exist_ok=True)
-    _replace(path, text.encode())
+    _replace(path, data)
+
+
+def write_json(path: str | os.PathLike, value: Any) -> None:
+  """Writes `value` as JSON, as `write_bytes` does.
+
+  Args:
+    path: the file.
+    value: dicts, lists, strings and numbers, NumPy's and JAX's among them. NaN
+      and infinity become null.
+  """
+  text = json.dumps(_plain(value), indent=2, allow_nan=False) + '\n'
+  write_bytes(path, text.encode())
 
 
 # ---- Metrics ----------------------------------------------------------------

@@ -4,6 +4,7 @@ import pathlib
 
 import ml_collections
 
+from mwrobust import metrics
 from mwrobust.evaluate import Evaluation
 
 
@@ -42,7 +43,7 @@ def write(
   """Writes report.md: the table, and what it is of."""
   examples = len(next(iter(evaluations.values())).natural)
   steps = f'PGD {config.eval.pgd_steps}, SLIDE {config.eval.slide_steps} steps'
-  path.write_text(
+  text = (
     f'# {config.data.name}, {config.policy.name}\n\n'
     f'Preset `{config.preset}`, model `{config.model.name}`, seed '
     f'{config.seed}; the first {examples} test images, one start, {steps}.\n'
@@ -50,3 +51,4 @@ def write(
     'that stand up to every one of the attacks.\n\n'
     f'{table(evaluations)}\n'
   )
+  metrics.write_bytes(path, text.encode())
