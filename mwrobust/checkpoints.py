@@ -61,7 +61,11 @@ class Checkpoints:
         f'No checkpoint of {self._outer.directory.parent} can be read. Choose '
         'another --workdir to start anew.'
       )
-    return max(found, key=lambda state: int(state.step), default=None)
+    return max(
+      found,
+      key=lambda state: (int(state.step), int(state.outer_step)),
+      default=None,
+    )
 
   def last(self, count: int, like: TrainState) -> list[TrainState]:
     """The states after the last `count` outer steps, oldest first."""

@@ -129,13 +129,20 @@ class Metrics:
     last_row: of those that were there and stay; None if there is none.
   """
 
-  def __init__(self, workdir: str | os.PathLike, resume_step: int | None):
+  def __init__(
+    self,
+    workdir: str | os.PathLike,
+    resume_step: int | None,
+    outer_step: float = math.inf,
+  ):
     """Opens the logs of a run.
 
     Args:
       workdir: the folder of the run, made where it is missing.
       resume_step: the step of the checkpoint the run resumes from: later rows
         are dropped. None where it starts from the beginning: all are.
+      outer_step: the outer steps complete at that checkpoint: a row that ends a
+        later one is dropped even if its step is not later.
 
     Raises:
       UserError: the workdir cannot be written, or metrics.jsonl is not ours.
@@ -154,7 +161,7 @@ class Metrics:
       workdir, 'tensorboard', f'events.out.tfevents.{time.time_ns()}'
     )
     with _explained(rows):
-      self.last_row = _drop_rows(rows, after=last_step)
+      self.last_row = _drop_rows(rows, last_step, outer_step)
     self._rows = _Log(rows, 'a')
     self._events = RecordWriter(_Log(events, 'x'))
     self._event = Event
@@ -201,8 +208,10 @@ class Metrics:
     self._events.write(event.SerializeToString())
 
 
-def _drop_rows(path: pathlib.Path, after: int) -> dict[str, Any] | None:
-  """Drops rows with a step greater than `after`, and a torn last line.
+def _drop_rows(
+  path: pathlib.Path, step: int, outer_step: float
+) -> dict[str, Any] | None:
+  """Drops the rows of later steps or outer steps, and a torn last line.
 
   Returns:
     The last row that stays.
@@ -215,7 +224,8 @@ def _drop_rows(path: pathlib.Path, after: int) -> dict[str, Any] | None:
     if not line.endswith(b'\n'):
       break
     try:
-      if json.loads(line)['step'] <= after:
+      row = json.loads(line)
+      if row['step'] <= step and row.get('outer_step', 0) <= outer_step:
         kept.append(line)
     except (ValueError, TypeError, KeyError) as error:
       raise UserError(

@@ -7,8 +7,11 @@ function of (seed, step) and a checkpoint is whole or not there.
 """
 
 import contextlib
+import functools
 import hashlib
+import itertools
 import json
+import math
 import pathlib
 import signal
 import threading
@@ -59,10 +62,23 @@ def train_and_evaluate(
     contextlib.closing(Checkpoints(workdir, keep)) as checkpoints,
     _stop_signals() as stop,
   ):
-    state = train(job, workdir, checkpoints, stop, say)
-    evaluations = _evaluate_all(job, workdir, state, checkpoints, stop, say)
-  write_json(workdir / 'status.json', {'status': 'done', 'step': job.steps})
+    set_status = functools.partial(_set_status, workdir)
+    set_status('running')
+    try:
+      state = train(job, workdir, checkpoints, stop, say)
+      evaluations = _evaluate_all(job, workdir, state, checkpoints, stop, say)
+    except Diverged:
+      set_status('diverged')
+      raise
+    except Interrupted:
+      set_status('interrupted')
+      raise
+    set_status('done')
   return evaluations
+
+
+def _set_status(workdir: pathlib.Path, status: str) -> None:
+  write_json(workdir / 'status.json', {'status': status})
 
 
 # ---------------------------------------------------------------- preparation
@@ -246,7 +262,11 @@ def train(
     say(f'Going on from step {int(state.step)} of {job.steps} in {workdir}.')
 
   with (
-    Metrics(workdir, None if restored is None else int(state.step)) as metrics,
+    Metrics(
+      workdir,
+      resume_step=None if restored is None else int(state.step),
+      outer_step=int(state.outer_step),
+    ) as metrics,
     Progress(
       job.steps,
       start=int(state.step),
@@ -255,11 +275,18 @@ def train(
     ) as progress,
   ):
     log = _Log(job, metrics, progress, step=int(state.step))
-    write_json(workdir / 'status.json', {'status': 'running', 'step': log.step})
+
+    def validate():
+      progress.update(log.step, 'validating')
+      losses = validation_losses(job, state, log.step, stop.check)
+      log.count_validation()
+      return losses
+
     try:
       if log.step == 0 and job.policy.validates_first:
-        losses = validation_losses(job, state, log.step, stop.check)
-        state = state.replace(policy=job.policy.update(state.policy, losses))
+        state = state.replace(
+          policy=job.policy.update(state.policy, validate())
+        )
 
       for t in range(int(state.outer_step), job.config.train.T):
         # ---- r epochs, each mini batch attacked by one threat
@@ -269,25 +296,16 @@ def train(
           log.trained(index, loss)
 
         # ---- w_i <- w_i exp(eta L_i), L_i on the validation set
-        progress.update(log.step, 'validating')
-        losses = validation_losses(job, state, log.step, stop.check)
+        losses = validate()
         state = state.replace(
           policy=job.policy.update(state.policy, losses),
           outer_step=state.outer_step + 1,
         )
         log.validated(t, losses, job.policy.probabilities(state.policy, 0))
         checkpoints.save(state)
-    except Diverged:
-      write_json(
-        workdir / 'status.json', {'status': 'diverged', 'step': log.step}
-      )
-      raise
     except Interrupted:
       log.flush()
       checkpoints.save_interrupted(state)
-      write_json(
-        workdir / 'status.json', {'status': 'interrupted', 'step': log.step}
-      )
       raise
   return state
 
@@ -397,11 +415,14 @@ class _Log:
     )
     self._indices, self._losses = [], []
 
+  def count_validation(self) -> None:
+    """Adds what the validation of all threats has cost."""
+    images = len(self.job.data.validation.labels)
+    self._gradients += images * sum(t.steps for t in self.job.threats)
+
   def validated(self, t: int, losses: jax.Array, weights: jax.Array) -> None:
     """The end of outer step t, counted from 0."""
     job = self.job
-    images = len(job.data.validation.labels)
-    self._gradients += images * sum(threat.steps for threat in job.threats)
     self.metrics.write(
       'outer',
       self.step,
@@ -474,15 +495,29 @@ def _evaluate_all(
       say(f'Already evaluated: {path}')
       evaluations[name] = evaluate.Evaluation.load(path)
       continue
-    say(f'Evaluating {name} on {len(job.data.test.labels)} test images ...')
-    evaluations[name] = evaluate.evaluate(
-      eval_step,
-      members(),
-      job.names,
-      job.data.test,
-      config.eval.batch_size,
-      pause=stop.check,
-    )
+    images = len(job.data.test.labels)
+    passes = (len(threats) + 1) * math.ceil(images / config.eval.batch_size)
+    say(f'Evaluating {name} on {images} test images: {passes} batches.')
+    with Progress(
+      passes,
+      start=0,
+      batch_size=config.eval.batch_size,
+      log_every=math.ceil(passes / 4),
+    ) as progress:
+      done = itertools.count(1)
+
+      def pause(progress=progress, done=done, name=name):
+        progress.update(next(done), f'evaluating {name}')
+        stop.check()
+
+      evaluations[name] = evaluate.evaluate(
+        eval_step,
+        members(),
+        job.names,
+        job.data.test,
+        config.eval.batch_size,
+        pause=pause,
+      )
     evaluations[name].save(path)
   report.write(workdir / 'report.md', config, evaluations)
   return evaluations

@@ -103,15 +103,19 @@ if point in ('train', 'stop', 'ctrl-c'):
     if self.step == where:
       send(number)
   train._Log.trained = dying
-elif point == 'validate':
+elif point in ('validate', 'stop-validate'):
   mean_losses = evaluate.mean_losses
   def dying(*args, pause, **kwargs):
     calls.append(None)
-    if len(calls) == where:
-      pause = lambda: send(9)
-    return mean_losses(*args, pause=pause, **kwargs)
+    def pause_and_die():
+      pause()
+      if len(calls) == where:
+        send(9 if point == 'validate' else 15)
+    return mean_losses(*args, pause=pause_and_die, **kwargs)
   calls = []
   evaluate.mean_losses = dying
+elif point == 'before-save':
+  train.Checkpoints.save = lambda *args: send(9)
 elif point == 'save':
   def watch():
     folder = pathlib.Path(workdir, 'checkpoints')
@@ -163,7 +167,7 @@ def test_the_main_job_ends_with_a_table_and_leaves_its_results(undisturbed):
   assert 'step 18/18  100%' in result.stderr
   assert '\r' not in result.stderr  # Plain lines in a log file.
   assert 'Traceback' not in result.stderr
-  assert status_of(workdir) == {'status': 'done', 'step': STEPS}
+  assert status_of(workdir) == {'status': 'done'}
   config = json.loads((workdir / 'config.json').read_text())
   assert config['train']['batch_size'] == 20
   assert '| union' in (workdir / 'report.md').read_text()
@@ -215,12 +219,14 @@ def test_killed_again_and_again_it_ends_with_the_same_parameters(
     ('validate', 1),
     ('save', 0),
     ('train', 8),
-    ('validate', 2),
+    ('stop-validate', 1),
+    ('before-save', 0),
     ('save', 0),
     ('train', 17),
   ):
     result = run_child(point, where, workdir)
-    assert result.returncode == -signal.SIGKILL, (point, result.stderr)
+    code = 143 if point == 'stop-validate' else -signal.SIGKILL
+    assert result.returncode == code, (point, result.stderr)
   result = run_child('none', 0, workdir)
   assert result.returncode == 0, result.stderr
   assert_same_state(workdir, expected)
@@ -243,7 +249,7 @@ def test_a_signal_saves_and_says_how_to_go_on(
   assert result.returncode == code, result.stderr
   assert 'Run the same command again to go on' in result.stdout
   assert 'Traceback' not in result.stderr
-  assert status_of(workdir) == {'status': 'interrupted', 'step': 9}
+  assert status_of(workdir) == {'status': 'interrupted'}
   result = run_child('none', 0, workdir)
   assert 'Going on from step 9 of 18' in result.stdout
   assert result.returncode == 0, result.stderr
@@ -350,7 +356,7 @@ def test_a_loss_that_is_not_finite_ends_the_run(tmp_path):
   config = tiny(**{'optimizer.learning_rate': 1e30, 'optimizer.drops': ()})
   with pytest.raises(train.Diverged, match='not finite'):
     run(config, workdir)
-  assert status_of(workdir)['status'] == 'diverged'
+  assert status_of(workdir) == {'status': 'diverged'}
 
 
 def test_a_damaged_checkpoint_is_made_again(undisturbed, tmp_path):
