@@ -3,8 +3,8 @@
   checkpoints/<t>        the state after outer step t: the paper's theta_t
   interrupted/<step>     the state a run was interrupted in, between two t
 
-A save is whole or it is not there. What cannot be read is passed over for the
-one before it, and a run that goes on from there makes it again.
+A save is whole or it is not there. What cannot be read is put aside for the one
+before it, and a run that goes on from there makes it again.
 """
 
 import contextlib
@@ -31,6 +31,7 @@ class Checkpoints:
       workdir: the folder of the run.
       keep: how many outer steps to keep; None for all.
     """
+    self._workdir = workdir
     policies = ocp.training.preservation_policies
     outer = policies.PreserveAll() if keep is None else policies.LatestN(keep)
     self._outer = _open(workdir / 'checkpoints', outer)
@@ -53,14 +54,26 @@ class Checkpoints:
       like: a state of the same shapes.
       say: told of each checkpoint that could not be read.
     """
-    both = self._outer, self._interrupted
-    found = [_load_newest(checkpointer, like, say) for checkpointer in both]
-    found = [state for state in found if state is not None]
-    if not found and any(checkpointer.checkpoints for checkpointer in both):
+    found, unreadable = [], []
+    for checkpointer in (self._outer, self._interrupted):
+      for checkpoint in reversed(checkpointer.checkpoints):
+        try:
+          found.append(_load(checkpointer, checkpoint.step, like))
+          break
+        except Exception as error:
+          unreadable.append((checkpointer, checkpoint.path))
+          say(f'{checkpoint.path} cannot be read ({_reason(error)}).')
+    if unreadable and not found:
       raise UserError(
-        f'No checkpoint of {self._outer.directory.parent} can be read. Choose '
-        'another --workdir to start anew.'
+        f'No checkpoint in {self._workdir} can be read. Choose another '
+        '--workdir to start anew.'
       )
+    for checkpointer, path in unreadable:
+      aside = self._workdir / 'unreadable' / f'{path.parent.name}-{path.name}'
+      say(f'Going back to the one before it; it is now {aside}.')
+      aside.parent.mkdir(exist_ok=True)
+      pathlib.Path(path).rename(aside)
+      checkpointer.reload()
     return max(
       found,
       key=lambda state: (int(state.step), int(state.outer_step)),
@@ -75,13 +88,17 @@ class Checkpoints:
         f'{self._outer.directory} has the outer steps {steps}, but {count} are '
         'needed: train on, or lower train.h.'
       )
-    try:
-      return [_load(self._outer, step, like) for step in steps[-count:]]
-    except Exception as error:
-      raise UserError(
-        f'A checkpoint of {self._outer.directory} cannot be read '
-        f'({_reason(error)}).'
-      ) from error
+    states = []
+    for step in steps[-count:]:
+      try:
+        states.append(_load(self._outer, step, like))
+      except Exception as error:
+        raise UserError(
+          f'{self._outer.directory / str(step)} cannot be read '
+          f'({_reason(error)}), and all of the last {count} are needed. '
+          'Restore it from a backup, or train again in another --workdir.'
+        ) from error
+    return states
 
   def close(self) -> None:
     """Lets go of the folders."""
@@ -92,21 +109,29 @@ class Checkpoints:
 
 
 def _open(directory: pathlib.Path, preservation_policy: Any):
-  return ocp.training.Checkpointer(
-    directory.absolute(),
-    save_decision_policy=(
-      ocp.training.save_decision_policies.FixedIntervalPolicy(1)
-    ),
-    preservation_policy=preservation_policy,
-    cleanup_tmp_directories=True,
-  )
+  try:
+    return ocp.training.Checkpointer(
+      directory.absolute(),
+      save_decision_policy=(
+        ocp.training.save_decision_policies.FixedIntervalPolicy(1)
+      ),
+      preservation_policy=preservation_policy,
+      cleanup_tmp_directories=True,
+    )
+  except OSError as error:
+    raise UserError(
+      f'Cannot write {directory}: {error}. Make it writable, or choose another '
+      '--workdir.'
+    ) from error
 
 
 def _save(checkpointer, step: int, state: TrainState) -> None:
+  if any(checkpoint.step == step for checkpoint in checkpointer.checkpoints):
+    return  # Interrupted before the first step after a restore.
   try:
-    # Overwrites only what could not be read: a run goes on behind its newest.
     with _quiet():
-      checkpointer.save(step, state, overwrite=True)
+      if not checkpointer.save(step, state):
+        raise ValueError('Orbax has declined it')
   except Exception as error:  # TensorStore has many words for a full disk.
     raise UserError(
       f'Cannot save a checkpoint in {checkpointer.directory}: '
@@ -122,18 +147,6 @@ def _load(checkpointer, step: int, like: TrainState) -> TrainState:
 
 def _abstract(leaf: jax.Array) -> jax.ShapeDtypeStruct:
   return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding)
-
-
-def _load_newest(checkpointer, like: TrainState, say: Callable[[str], None]):
-  for checkpoint in reversed(checkpointer.checkpoints):
-    try:
-      return _load(checkpointer, checkpoint.step, like)
-    except Exception as error:
-      say(
-        f'Checkpoint {checkpoint.path} cannot be read ({_reason(error)}): '
-        'going back to the one before it.'
-      )
-  return None
 
 
 @contextlib.contextmanager

@@ -3,7 +3,7 @@
 Config files (`configs/*.py`) start from `preset(name, data)` and change what
 differs. Every result names its preset:
 
-  paper      the numbers of the paper, and where it gives none, of the code
+  paper      the numbers of the paper; where it gives none, the usual ones
   released   the numbers of the authors' released code, where they differ
 """
 
@@ -14,7 +14,7 @@ from typing import Any
 
 import ml_collections
 
-from mwrobust import attacks, models, norms, policies, spaces
+from mwrobust import attacks, datasets, models, norms, policies, spaces
 from mwrobust.errors import UserError, check_choice
 
 ConfigDict = ml_collections.ConfigDict
@@ -34,8 +34,9 @@ def base() -> ConfigDict:
   config = ConfigDict()
   config.preset = ''  # Which numbers these are; results are labelled with it.
   config.seed = 0  # Of the parameters, the data order and all else.
-  # 'scalable' (Figure 4): the average of the last h parameters is the output.
-  # 'ensemble' (Figure 2): all T are kept, the output is their mean softmax.
+  # 'scalable' (Figure 3): the average of the last h parameters is the output.
+  # 'ensemble' (Figure 2): all T are kept, the output is their mean softmax;
+  # for small networks, as it holds T of them at once.
   config.algorithm = 'scalable'
 
   config.data = data = ConfigDict()
@@ -130,7 +131,7 @@ def flatten(config: Mapping[str, Any], prefix: str = '') -> dict[str, Any]:
 def check_field(field: str) -> None:
   """Raises a UserError if there is no such field; models have their own."""
   if not field.startswith('model.options.'):
-    check_choice('The config field', field, flatten(base()))
+    check_choice('config', field, flatten(base()))
 
 
 def apply_variants(
@@ -189,9 +190,16 @@ def make_policy(config: ConfigDict) -> policies.Policy:
 def validate(config: ConfigDict) -> None:
   """Raises a UserError that names the first field that is wrong."""
   _check_fields(config)
+  check_choice('data.name', config.data.name, datasets.NAMES)
   check_choice('algorithm', config.algorithm, ('scalable', 'ensemble'))
   check_choice('data.validation', config.data.validation, ('seed', 'last'))
-  check_choice('model.name', config.model.name, models.MODELS)
+  models.create(  # Only to have its name and the names of its options checked.
+    config.model.name,
+    num_classes=10,
+    mean=(0.5,),
+    std=(0.5,),
+    **config.model.options,
+  )
   for space in config.threats.spaces:
     check_choice('threats.spaces', space, spaces.SPACES)
   for norm in config.threats.norms:
@@ -212,8 +220,8 @@ def validate(config: ConfigDict) -> None:
   ):
     _check_range(config, field, lowest=1)
   for field in (
-    *('seed', 'data.train_examples', 'train.validation_examples'),
-    *('eval.examples', 'optimizer.l2', 'optimizer.momentum'),
+    *('data.train_examples', 'train.validation_examples', 'eval.examples'),
+    *('optimizer.l2', 'optimizer.momentum'),
   ):
     _check_range(config, field, lowest=0)
   for field in (
@@ -221,7 +229,13 @@ def validate(config: ConfigDict) -> None:
     *('optimizer.learning_rate', 'policy.eta'),
   ):
     _check_range(config, field, above=0)
+  _check_range(config, 'seed', lowest=0, below=2**32)
   _check_range(config, 'train.ramp', lowest=0, highest=1)
+  if not all(isinstance(e, int) and e > 0 for e in config.optimizer.drops):
+    raise UserError(
+      f'optimizer.drops = {config.optimizer.drops!r} is not allowed: it must '
+      'be epochs, whole numbers above 0.'
+    )
   for field in ('train.percentile', 'eval.percentile'):
     _check_range(config, field, lowest=0, below=100)
   if not (config.threats.spaces and config.threats.norms):
@@ -234,7 +248,10 @@ def validate(config: ConfigDict) -> None:
       'there are not so many parameters to average. Lower h or raise T.'
     )
   names = [threat.name for threat in make_threats(config, 'train')]
-  check_choice('policy.threat', config.policy.threat, names)
+  if len(set(names)) < len(names):
+    raise UserError(f'threats.spaces and threats.norms repeat one: {names}.')
+  if config.policy.name == 'single':
+    check_choice('policy.threat', config.policy.threat, names)
   make_policy(config)
 
 

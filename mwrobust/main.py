@@ -6,6 +6,7 @@
 Intentionally short: the flags, and one call.
 """
 
+import functools
 import os
 import pathlib
 import sys
@@ -25,6 +26,9 @@ _CONFIG = config_flags.DEFINE_config_file(
   None,
   'File of the run: configs/mnist.py, or with variants configs/mnist.py:cnn; '
   'configs/quickstart.py by default.',
+  # model.options may get fields; `config.check_field` refuses all others.
+  lock_config=False,
+  accept_new_attributes=True,
 )
 _WORKDIR = flags.DEFINE_string(
   'workdir', None, 'Folder of the results; runs/<config name> by default.'
@@ -43,12 +47,17 @@ def main(argv: list[str]) -> None:
     )
   workdir = _WORKDIR.value or default_workdir()
   try:
-    evaluations = train.train_and_evaluate(_CONFIG.value, workdir)
+    evaluations = train.train_and_evaluate(
+      _CONFIG.value, workdir, functools.partial(print, flush=True)
+    )
   except UserError as error:
     sys.exit(f'mwrobust: {error}')
   except train.Interrupted as interrupted:
     print(f'\n{interrupted} Run the same command again to go on.')
     sys.exit(128 + interrupted.signum)
+  except KeyboardInterrupt:
+    print('\nStopped at once. Run the same command again to go on.')
+    sys.exit(130)
   print(f'\n{report.table(evaluations)}\n')
   for what in ('report.md', 'checkpoints', 'metrics.jsonl', 'tensorboard'):
     print(f'{what:14}{pathlib.Path(workdir, what)}')
@@ -58,19 +67,20 @@ def default_workdir() -> str:
   """`runs/mnist-cnn` for `--config=configs/mnist.py:cnn`."""
   path, _, variants = config_flags.get_config_filename(
     flags.FLAGS['config']
-  ).partition('.py')
+  ).rpartition('.py')
   words = [pathlib.Path(path).name, *variants.strip(':').split(',')]
   return os.path.join('runs', '-'.join(filter(None, words)))
 
 
 def parse_flags(argv: list[str]) -> list[str]:
   """The parser of absl, with the quickstart as default and clear errors."""
-  if not any(arg.lstrip('-').startswith('config=') for arg in argv):
+  words = [arg.lstrip('-').partition('=')[0] for arg in argv[1:]]
+  if 'config' not in words:
     argv = [argv[0], f'--config={_QUICKSTART}', *argv[1:]]
   try:
-    for arg in argv:
-      if arg.startswith('--config.'):
-        config_lib.check_field(arg.removeprefix('--config.').partition('=')[0])
+    for word in words:
+      if word.startswith('config.'):
+        config_lib.check_field(word.removeprefix('config.'))
     rest = app.parse_flags_with_usage(argv)
     _ = _CONFIG.value.preset  # A file that could not be read says so now.
     return rest

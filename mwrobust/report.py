@@ -43,10 +43,12 @@ def write(
   """Writes report.md: the table, and what it is of."""
   examples = len(next(iter(evaluations.values())).natural)
   steps = f'PGD {config.eval.pgd_steps}, SLIDE {config.eval.slide_steps} steps'
+  eps = config.threats
   text = (
     f'# {config.data.name}, {config.policy.name}\n\n'
     f'Preset `{config.preset}`, model `{config.model.name}`, seed '
-    f'{config.seed}; the first {examples} test images, one start, {steps}.\n'
+    f'{config.seed}; radii linf {eps.eps_linf:.4g}, l2 {eps.eps_l2:.4g}, l1 '
+    f'{eps.eps_l1:.4g}; the first {examples} test images, one start, {steps}.\n'
     '`min` is the lowest of the rows above it; `union` counts the images '
     'that stand up to every one of the attacks.\n\n'
     f'{table(evaluations)}\n'

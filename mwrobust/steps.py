@@ -32,7 +32,7 @@ def make_train_step(
   """Makes `train_step(state, index, batch) -> (state, loss)`.
 
   The batch is attacked by threat number `index`, then the cross entropy on what
-  came out takes one step down (the inner loop of Figure 4). The state is
+  came out takes one step down (the inner loop of Figure 3). The state is
   donated: use the one that is returned.
 
   Args:

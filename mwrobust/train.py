@@ -1,4 +1,4 @@
-"""The main job, in the order of the paper's Figure 4.
+"""The main job, in the order of the paper's Figure 3.
 
 `train_and_evaluate(config, workdir)` is the one entry for the command line,
 tests and notebooks. It can be killed at any moment: run again, it goes on and
@@ -16,6 +16,7 @@ import pathlib
 import signal
 import threading
 import time
+import zipfile
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -34,8 +35,9 @@ from mwrobust.policies import Policy
 from mwrobust.state import TrainState
 from mwrobust.steps import Batch, make_eval_step, make_train_step
 
-# What may differ between two calls on one workdir: it does not change the run.
-FREE_FIELDS = ('data.dir', 'eval', 'train.log_every')
+# What may differ between two calls on one workdir: it does not change training.
+FREE_FIELDS = ('eval.examples', 'eval.pgd_steps', 'eval.slide_steps')
+FREE_FIELDS += ('eval.percentile', 'train.log_every')
 
 
 def train_and_evaluate(
@@ -55,30 +57,29 @@ def train_and_evaluate(
   """
   config_lib.validate(config)
   workdir = pathlib.Path(workdir)
-  _claim(workdir, config)
+  _refuse_another_run(workdir, config)
   job = prepare(config)
+  if not (workdir / 'config.json').exists():
+    write_json(workdir / 'config.json', json.loads(config.to_json()))
   keep = None if config.algorithm == 'ensemble' else max(2, config.train.h)
+
+  def set_status(status: str) -> None:
+    write_json(workdir / 'status.json', {'status': status})
+
   with (
     contextlib.closing(Checkpoints(workdir, keep)) as checkpoints,
     _stop_signals() as stop,
   ):
-    set_status = functools.partial(_set_status, workdir)
     set_status('running')
     try:
       state = train(job, workdir, checkpoints, stop, say)
       evaluations = _evaluate_all(job, workdir, state, checkpoints, stop, say)
-    except Diverged:
-      set_status('diverged')
-      raise
-    except Interrupted:
-      set_status('interrupted')
+    except BaseException as error:
+      diverged = isinstance(error, Diverged)
+      set_status('diverged' if diverged else 'interrupted')
       raise
     set_status('done')
   return evaluations
-
-
-def _set_status(workdir: pathlib.Path, status: str) -> None:
-  write_json(workdir / 'status.json', {'status': status})
 
 
 # ---------------------------------------------------------------- preparation
@@ -132,6 +133,17 @@ def prepare(config: ml_collections.ConfigDict) -> Job:
     std=data.std,
     **config.model.options,
   )
+  image_shape = data.train.images.shape[1:]
+  try:
+    images = jax.ShapeDtypeStruct((1, *image_shape), jnp.float32)
+    jax.eval_shape(
+      functools.partial(model.init, train=False), jax.random.key(0), images
+    )
+  except (TypeError, ValueError, ArithmeticError) as error:
+    raise UserError(
+      f'model.options = {config.model.options.to_dict()} do not make a '
+      f'{config.model.name} for images {image_shape}: {error}'
+    ) from error
   steps_per_epoch = len(data.train.labels) // config.train.batch_size
   steps = config.train.T * config.train.r * steps_per_epoch
   optimizer, learning_rate = state_lib.make_optimizer(
@@ -159,7 +171,7 @@ def prepare(config: ml_collections.ConfigDict) -> Job:
     learning_rate=learning_rate,
     radius_scale=radius_scale,
     init=lambda: state_lib.create(
-      init_key, model, data.train.images.shape[1:], optimizer, policy
+      init_key, model, image_shape, optimizer, policy
     ),
     choose=choose,
     train_step=make_train_step(
@@ -213,25 +225,28 @@ def _first(split: datasets.Split, count: int) -> datasets.Split:
   return datasets.Split(*(array[: count or None] for array in split))
 
 
-def _claim(workdir: pathlib.Path, config: ml_collections.ConfigDict) -> None:
-  """Makes the workdir ours, or refuses it if another run's config is there."""
+def _refuse_another_run(
+  workdir: pathlib.Path, config: ml_collections.ConfigDict
+) -> None:
+  """Raises a UserError if the workdir has a run of another config."""
   path = workdir / 'config.json'
-  ours = json.loads(config.to_json())
-  if not path.exists():
-    write_json(path, ours)
-    return
   try:
     theirs = json.loads(path.read_text())
-  except ValueError as error:
+    theirs = config_lib.flatten(theirs)
+  except FileNotFoundError:
+    return
+  except (OSError, ValueError, AttributeError) as error:
     raise UserError(
-      f'{path} is not JSON ({error}): choose another --workdir, or mend it.'
+      f'{path} is no config ({error}): choose another --workdir, or mend it.'
     ) from error
-  ours, theirs = config_lib.flatten(ours), config_lib.flatten(theirs)
+  ours = config_lib.flatten(json.loads(config.to_json()))
   differing = [
     f'  {field}: {theirs.get(field)!r} there, {ours.get(field)!r} here'
     for field in sorted(ours | theirs)
     if theirs.get(field) != ours.get(field)
-    and not field.startswith(FREE_FIELDS)
+    and field not in FREE_FIELDS
+    # The raw files may have moved; tensorflow-datasets has another order.
+    and not (field == 'data.dir' and theirs[field] and ours[field])
   ]
   if differing:
     raise UserError(
@@ -250,9 +265,12 @@ def train(
   stop: '_Stop',
   say: Callable[[str], None],
 ) -> TrainState:
-  """Figure 4: T times, r epochs, then a validation and an update."""
+  """Figure 3: T times, r epochs, then a validation and an update."""
   # ---- Go on from the last checkpoint, if there is one
   state = job.init()
+  # On a device of its own choice, as a restored state is: what was compiled
+  # for the one serves the other.
+  state = jax.device_put(state, jax.devices()[0])
   restored = checkpoints.restore(state, say)
   if restored is not None:
     state = restored
@@ -275,6 +293,7 @@ def train(
     ) as progress,
   ):
     log = _Log(job, metrics, progress, step=int(state.step))
+    progress.update(log.step, 'compiling')
 
     def validate():
       progress.update(log.step, 'validating')
@@ -312,7 +331,7 @@ def train(
 
 def mini_batches(
   job: Job, state: TrainState, t: int, start: int
-) -> Iterator[tuple[int, Batch]]:
+) -> Iterator[tuple[np.int32, Batch]]:
   """The mini batches of outer step t from step `start`, each with its threat.
 
   The weights stand still during an outer step, so all its threats are sampled
@@ -448,7 +467,7 @@ class _Log:
 
 
 _WHAT_NOW = (
-  'The last good checkpoint is kept. Lower optimizer.learning_rate or raise '
+  'Checkpoints before that are kept. Lower optimizer.learning_rate or raise '
   'train.ramp, in a new --workdir.'
 )
 
@@ -468,7 +487,7 @@ def _evaluate_all(
   stop: '_Stop',
   say: Callable[[str], None],
 ) -> dict[str, evaluate.Evaluation]:
-  """The last parameters, and Figure 4's average or Figure 2's ensemble."""
+  """The last parameters, and Figure 3's average or Figure 2's ensemble."""
   config = job.config
   threats = config_lib.make_threats(config, 'eval')
   outputs = {'h=1': lambda: (state.variables,)}
@@ -492,9 +511,12 @@ def _evaluate_all(
   for name, members in outputs.items():
     path = workdir / 'eval' / f'{name.replace(" ", "_")}-{digest}.npz'
     if path.exists():
-      say(f'Already evaluated: {path}')
-      evaluations[name] = evaluate.Evaluation.load(path)
-      continue
+      try:
+        evaluations[name] = evaluate.Evaluation.load(path)
+        say(f'Already evaluated: {path}')
+        continue
+      except (OSError, ValueError, KeyError, zipfile.BadZipFile) as error:
+        say(f'{path} cannot be read ({error}): evaluating again.')
     images = len(job.data.test.labels)
     passes = (len(threats) + 1) * math.ceil(images / config.eval.batch_size)
     say(f'Evaluating {name} on {images} test images: {passes} batches.')
@@ -553,18 +575,21 @@ def _stop_signals() -> Iterator[_Stop]:
     yield stop  # Only the main thread hears signals.
     return
 
-  def handle(signum, frame):
-    del frame
-    stop.signum = signum
+  numbers = signal.SIGTERM, signal.SIGINT
+  before = {number: signal.getsignal(number) for number in numbers}
+
+  def restore():
     for number, handler in before.items():
       signal.signal(number, handler)
 
-  before = {
-    number: signal.signal(number, handle)
-    for number in (signal.SIGTERM, signal.SIGINT)
-  }
+  def handle(signum, frame):
+    del frame
+    stop.signum = signum
+    restore()
+
+  for number in numbers:
+    signal.signal(number, handle)
   try:
     yield stop
   finally:
-    for number, handler in before.items():
-      signal.signal(number, handler)
+    restore()

@@ -1,5 +1,3 @@
-import doctest
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -8,10 +6,6 @@ import pytest
 from mwrobust import averaging
 
 H = 3
-
-
-def test_the_docstring_runs():
-  assert doctest.testmod(averaging).failed == 0
 
 
 def test_average_is_the_mean_of_each_leaf():

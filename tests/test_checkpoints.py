@@ -112,6 +112,27 @@ def flip_a_bit(path):
   path.write_bytes(data)
 
 
+def test_two_damaged_are_made_again(start, open_in, tmp_path):
+  checkpoints = open_in()
+  for t in (1, 2, 3):
+    checkpoints.save(after(start, t))
+  for t in '23':
+    damage(tmp_path / 'checkpoints' / t, truncate)
+  checkpoints = open_in()
+  assert_same(checkpoints.restore(start, print), after(start, 1))
+  for t in (2, 3):
+    checkpoints.save(after(start, t))
+  for found, t in zip(open_in().last(3, start), (1, 2, 3), strict=True):
+    assert_same(found, after(start, t))
+
+
+def test_an_interrupted_state_is_not_written_twice(start, open_in):
+  checkpoints = open_in()
+  checkpoints.save_interrupted(after(start, 1, step=17))
+  checkpoints.save_interrupted(after(start, 1, step=17))
+  assert_same(open_in().restore(start, print), after(start, 1, step=17))
+
+
 @pytest.mark.parametrize(
   'how', [os.remove, truncate, overwrite, flip_a_bit], ids=lambda f: f.__name__
 )
@@ -126,7 +147,8 @@ def test_a_damaged_newest_is_passed_over_and_made_again(
   checkpoints = open_in()
   assert_same(checkpoints.restore(start, told.append), after(start, 1))
   assert 'checkpoints/2 cannot be read' in told[0]
-  assert 'going back to the one before' in told[0]
+  assert 'Going back to the one before it' in told[1]
+  assert (tmp_path / 'unreadable' / 'checkpoints-2').is_dir()
   checkpoints.save(after(start, 2))
   assert_same(open_in().restore(start, print), after(start, 2))
 
@@ -134,7 +156,7 @@ def test_a_damaged_newest_is_passed_over_and_made_again(
 def test_all_damaged_is_no_fresh_start(start, open_in, tmp_path):
   open_in().save(after(start, 1))
   damage(tmp_path / 'checkpoints' / '1', truncate)
-  with pytest.raises(UserError, match=r'No checkpoint of .* can be read'):
+  with pytest.raises(UserError, match=r'No checkpoint in .* can be read'):
     open_in().restore(start, lambda text: None)
 
 

@@ -104,9 +104,11 @@ def test_the_presets_hold_the_numbers_of_the_paper_and_of_the_code():
     ('threats.spaces', ('pixels',), r"Did you mean 'pixel'\?"),
     ('threats.norms', ('l3',), r"threats\.norms = 'l3'"),
     ('threats.norms', (), r'threats\.norms must each name at least one'),
+    ('threats.norms', ('l1', 'l1'), r'threats\.norms repeat one'),
+    ('optimizer.drops', (-1,), r'optimizer\.drops = \(-1,\).*epochs'),
+    ('data.name', 'minst', r"data\.name = 'minst'.*Did you mean 'mnist'"),
     ('threats.eps_l2', 0.0, r'threats\.eps_l2 = 0\.0.*more than 0'),
     ('policy.name', 'gredy', r"Did you mean 'greedy'\?"),
-    ('policy.threat', 'pixel_l3', r"policy\.threat = 'pixel_l3'.*Did you mean"),
     ('policy.eta', -1.0, r'policy\.eta = -1\.0.*more than 0'),
     ('optimizer.name', 'sdg', r"Did you mean 'sgd'\?"),
     ('optimizer.schedule', 'cosine', r'Choose one of: steps, one_cycle'),
@@ -131,7 +133,7 @@ def test_bad_values_are_named(field, value, message):
 def test_unknown_missing_and_mistyped_fields_are_named():
   config = load('mnist')
   config.train.epochs = 3
-  with pytest.raises(UserError, match=r"config field = 'train\.epochs'"):
+  with pytest.raises(UserError, match=r"config = 'train\.epochs'"):
     config_lib.validate(config)
   config = load('mnist')
   del config.train['ramp']
@@ -141,6 +143,15 @@ def test_unknown_missing_and_mistyped_fields_are_named():
   with config.ignore_type():
     config.train.T = '20'
   with pytest.raises(UserError, match=r"train\.T = '20'.*expected int"):
+    config_lib.validate(config)
+
+
+def test_the_single_threat_must_be_one_of_the_threats():
+  config = load('mnist')
+  config.policy.threat = 'pixel_l3'
+  config_lib.validate(config)
+  config.policy.name = 'single'
+  with pytest.raises(UserError, match=r"policy\.threat = 'pixel_l3'.*Did you"):
     config_lib.validate(config)
 
 

@@ -7,13 +7,14 @@ import pathlib
 import signal
 import subprocess
 import sys
+import types
 
 import jax
 import numpy as np
 import pytest
 
 from mwrobust import config as config_lib
-from mwrobust import train
+from mwrobust import evaluate, main, train
 from mwrobust.checkpoints import Checkpoints
 from mwrobust.errors import UserError
 
@@ -114,6 +115,17 @@ elif point in ('validate', 'stop-validate'):
     return mean_losses(*args, pause=pause_and_die, **kwargs)
   calls = []
   evaluate.mean_losses = dying
+elif point == 'stop-evaluate':
+  evaluate_ = evaluate.evaluate
+  def stopping(*args, pause):
+    def pause_and_stop():
+      pause()
+      calls.append(None)
+      if len(calls) == where:
+        send(15)
+    return evaluate_(*args, pause=pause_and_stop)
+  calls = []
+  evaluate.evaluate = stopping
 elif point == 'before-save':
   train.Checkpoints.save = lambda *args: send(9)
 elif point == 'save':
@@ -134,10 +146,13 @@ main.main(['main'])
 """
 
 
-def run_child(point, where, workdir):
+def cache_of(point):
   # A process that dies while it fills JAX's cache leaves half an entry there.
-  cache = os.environ['JAX_COMPILATION_CACHE_DIR']
-  cache += '-disk' if point == 'disk' else '-children'
+  kind = 'disk' if point == 'disk' else 'children'
+  return f'{os.environ["JAX_COMPILATION_CACHE_DIR"]}-{kind}'
+
+
+def run_child(point, where, workdir):
   return subprocess.run(
     [sys.executable, '-c', CHILD, ROOT, point, str(where), str(workdir)],
     capture_output=True,
@@ -145,7 +160,7 @@ def run_child(point, where, workdir):
     cwd=ROOT,
     timeout=300,
     check=False,
-    env=os.environ | {'JAX_COMPILATION_CACHE_DIR': cache},
+    env=os.environ | {'JAX_COMPILATION_CACHE_DIR': cache_of(point)},
   )
 
 
@@ -230,6 +245,13 @@ def test_killed_again_and_again_it_ends_with_the_same_parameters(
   result = run_child('none', 0, workdir)
   assert result.returncode == 0, result.stderr
   assert_same_state(workdir, expected)
+  # None of them had to compile the train step again.
+  entries = [
+    name
+    for name in os.listdir(cache_of('none'))
+    if name.startswith('jit_train_step') and name.endswith('-cache')
+  ]
+  assert len(entries) == 1
   for kind in ('train', 'outer'):
     ours, theirs = rows_of(workdir, kind), rows_of(expected, kind)
     timing = ('seconds', 'images_per_second')
@@ -254,6 +276,17 @@ def test_a_signal_saves_and_says_how_to_go_on(
   assert 'Going on from step 9 of 18' in result.stdout
   assert result.returncode == 0, result.stderr
   assert_same_state(workdir, expected)
+
+
+def test_a_signal_during_the_evaluation_costs_one_column(tmp_path):
+  workdir = tmp_path / 'run'
+  result = run_child('stop-evaluate', 16, workdir)
+  assert result.returncode == 143, result.stderr
+  assert status_of(workdir) == {'status': 'interrupted'}
+  result = run_child('none', 0, workdir)
+  assert result.returncode == 0, result.stderr
+  assert result.stdout.count('Already evaluated') == 1
+  assert result.stdout.count('Evaluating h=2') == 1
 
 
 def test_a_disk_that_fills_up_is_told_and_costs_nothing(undisturbed, tmp_path):
@@ -288,12 +321,50 @@ def test_another_config_is_refused_with_the_differing_fields(undisturbed):
   assert (workdir / 'config.json').read_bytes() == before
 
 
-def test_evaluation_may_be_changed_later_and_keeps_the_old_one(undisturbed):
+@pytest.fixture
+def evaluated(monkeypatch):
+  """The variables of each network that is evaluated."""
+  members = []
+  evaluate_ = evaluate.evaluate
+
+  def recording(eval_step, networks, *args, **kwargs):
+    members.append(networks)
+    return evaluate_(eval_step, networks, *args, **kwargs)
+
+  monkeypatch.setattr(evaluate, 'evaluate', recording)
+  return members
+
+
+def test_evaluation_may_be_changed_later_and_keeps_the_old_one(
+  undisturbed, evaluated
+):
   workdir, _ = undisturbed
   before = set(os.listdir(workdir / 'eval'))
   evaluations, _ = run(tiny(**{'eval.examples': 10}), workdir)
   assert evaluations['h=1'].correct.shape == (6, 10)
   assert before < set(os.listdir(workdir / 'eval'))
+  # The last parameters, and the average of the last two.
+  (last,), (mean,) = evaluated
+  checkpoints = Checkpoints(workdir, keep=2)
+  two = [state.params for state in checkpoints.last(2, job().init())]
+  checkpoints.close()
+  for found, older, newer in zip(
+    jax.tree.leaves(mean['params']), *map(jax.tree.leaves, two), strict=True
+  ):
+    assert (older != newer).any()
+    np.testing.assert_allclose(found, (older + newer) / 2, rtol=1e-6)
+  jax.tree.map(np.testing.assert_array_equal, last['params'], two[-1])
+
+
+def test_a_damaged_evaluation_is_done_again(undisturbed):
+  workdir, _ = undisturbed
+  config = tiny(**{'eval.examples': 5})
+  run(config, workdir)
+  newest = max((workdir / 'eval').iterdir(), key=os.path.getmtime)
+  os.truncate(newest, 40)
+  evaluations, told = run(config, workdir)
+  assert any('evaluating again' in text for text in told)
+  assert evaluations['h=1'].natural.shape == (5,)
 
 
 @pytest.mark.parametrize(
@@ -327,12 +398,34 @@ def test_every_policy_trains(policy, changes, tmp_path):
     losses = rows_of(tmp_path / policy, 'outer')[0]['validation_loss']
     worst = SIX.index(max(losses, key=losses.get))
     assert chosen[worst] in (6, 12)
+    # Two validations after an outer step, and one before the first.
+    cost = rows_of(tmp_path / policy, 'outer')[-1]['gradient_evaluations']
+    assert cost == 3 * 20 * 12 + 3 * 30 * 12
 
 
-def test_the_ensemble_of_all_outer_steps(tmp_path):
+def test_validation_sees_the_radii_that_training_sees(tmp_path, monkeypatch):
+  scales = []
+  mean_losses = evaluate.mean_losses
+
+  def recording(*args, scale, **kwargs):
+    scales.append(float(scale))
+    return mean_losses(*args, scale=scale, **kwargs)
+
+  monkeypatch.setattr(evaluate, 'mean_losses', recording)
+  run(tiny(), tmp_path / 'ramp')
+  assert scales == pytest.approx([6 / 9, 1, 1])
+
+
+def test_the_ensemble_of_all_outer_steps(tmp_path, evaluated):
   config = tiny(algorithm='ensemble')
   evaluations, _ = run(config, tmp_path / 'ensemble')
   assert list(evaluations) == ['h=1', 'ensemble of 3']
+  first, *_ = members = evaluated[1]
+  assert len(members) == 3
+  assert (
+    first['params']['Dense_0']['kernel']
+    != members[-1]['params']['Dense_0']['kernel']
+  ).any()
   assert len(os.listdir(tmp_path / 'ensemble' / 'checkpoints')) == 3
 
 
@@ -351,12 +444,39 @@ def test_batch_norm_augmentation_and_sgd(tmp_path):
   assert evaluations['h=2'].correct.shape == (6, 30)
 
 
-def test_a_loss_that_is_not_finite_ends_the_run(tmp_path):
+def test_a_loss_that_is_not_finite_ends_the_run(tmp_path, monkeypatch, capsys):
   workdir = tmp_path / 'diverged'
+  trained = train._Log.trained
+
+  def diverging(self, index, loss):
+    trained(self, index, loss * float('nan') if self.step == 9 else loss)
+
+  monkeypatch.setattr(train._Log, 'trained', diverging)
+  monkeypatch.setattr(main, '_CONFIG', types.SimpleNamespace(value=tiny()))
+  monkeypatch.setattr(
+    main, '_WORKDIR', types.SimpleNamespace(value=str(workdir))
+  )
+  with pytest.raises(SystemExit) as exit_:
+    main.main(['main'])
+  assert 'loss is not finite between steps 8 and 12' in exit_.value.code
+  assert status_of(workdir) == {'status': 'diverged'}
+  assert os.listdir(workdir / 'checkpoints') == ['1']
+
+
+def test_a_network_that_explodes_is_noticed(tmp_path):
   config = tiny(**{'optimizer.learning_rate': 1e30, 'optimizer.drops': ()})
   with pytest.raises(train.Diverged, match='not finite'):
-    run(config, workdir)
-  assert status_of(workdir) == {'status': 'diverged'}
+    run(config, tmp_path / 'explodes')
+
+
+def test_a_run_that_never_began_does_not_claim_its_workdir(tmp_path):
+  with pytest.raises(UserError, match='more than the 120'):
+    run(tiny(**{'train.batch_size': 121}), tmp_path / 'w')
+  config = tiny()
+  config.model.options.hidden = 0
+  with pytest.raises(UserError, match=r'model\.options = .* do not make a cnn'):
+    run(config, tmp_path / 'w')
+  assert not (tmp_path / 'w').exists()
 
 
 def test_a_damaged_checkpoint_is_made_again(undisturbed, tmp_path):
@@ -368,7 +488,7 @@ def test_a_damaged_checkpoint_is_made_again(undisturbed, tmp_path):
   files = [path for path in newest.rglob('*') if path.is_file()]
   os.truncate(max(files, key=lambda path: path.stat().st_size), 10)
   _, told = run(tiny(), workdir)
-  assert any('checkpoints/2 cannot be read' in text for text in told)
+  assert 'checkpoints/2 cannot be read' in told[0]
   assert any('Going on from step 6' in text for text in told)
   assert_same_state(workdir, expected)
 
@@ -409,6 +529,10 @@ def test_a_workdir_that_cannot_be_written(tmp_path):
   ('flags', 'message'),
   [
     (['--config.train.t=3'], "Did you mean 'train.T'"),
+    (
+      ['--config', 'configs/mnist.py:cnn', '--config.model.options.hiden=8'],
+      "Did you mean 'hidden'",
+    ),
     (['--config.train.T=x'], 'invalid literal for int'),
     (['--config=configs/nope.py'], 'configs/nope.py'),
     (['--config=configs/mnist.py:relased'], "Did you mean 'released'"),

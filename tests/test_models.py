@@ -1,4 +1,3 @@
-import doctest
 import functools
 
 import flax.linen as nn
@@ -208,7 +207,3 @@ def test_impossible_depth_and_channels_are_explained():
     model.init(jax.random.key(0), IMAGES, train=False)
   with pytest.raises(UserError, match='1 channels, but mean = '):
     small('cnn').init(jax.random.key(0), IMAGES[..., :1], train=False)
-
-
-def test_module_docstring_runs():
-  assert doctest.testmod(models).failed == 0

@@ -1,4 +1,3 @@
-import doctest
 import math
 
 import jax
@@ -26,10 +25,6 @@ def make(name):
 
 def probabilities(policy, state, step=0):
   return policy.probabilities(state, step).tolist()
-
-
-def test_the_docstring_runs():
-  assert doctest.testmod(policies).failed == 0
 
 
 # ------------------------------------------- one trace by hand for each policy
@@ -228,8 +223,12 @@ def test_names_make_the_policy_of_that_name(name, policy):
 @pytest.mark.parametrize(
   ('name', 'settings', 'message'),
   [
-    ('greedi', {}, "policy = 'greedi' .* Did you mean 'greedy'"),
-    ('mw', {}, "policy = 'mw' .* one of: multiplicative_weights, greedy"),
+    ('greedi', {}, r"policy\.name = 'greedi' .* Did you mean 'greedy'"),
+    (
+      'mw',
+      {},
+      r"policy\.name = 'mw' .* one of: multiplicative_weights, greedy",
+    ),
     ('multiplicative_weights', {}, 'eta = None'),
     ('multiplicative_weights', {'eta': 0.0}, 'eta = 0.0'),
     ('multiplicative_weights', {'eta': -0.1}, 'eta = -0.1'),
