@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 from absl import app, flags
 
-from benchmarks import peers, timing
+from benchmarks import timing
 from benchmarks.networks import load
 from mwrobust import attacks, losses, spaces
 from mwrobust.report import markdown_table
@@ -32,7 +32,7 @@ _REPEATS = flags.DEFINE_integer('repeats', 10, 'Repeats; the best counts.')
 
 
 def time_network(network: str, repeats: int):
-  """Prints the table of one network; returns its times in seconds."""
+  """Prints the table of one network."""
   logits_fn, variables, images, labels, threats = load(network)
   key = jax.random.key(3)
 
@@ -85,7 +85,6 @@ def time_network(network: str, repeats: int):
       ['attack', 'steps', 'ms', 'ratio', 'switch ms', 'switch ratio'], rows
     )
   )
-  return best
 
 
 def time_compile(network: str, repeats: int):
@@ -145,6 +144,8 @@ def main(argv):
     time_network(network, _REPEATS.value)
     time_compile(network, 2)
     if _PEERS.value:
+      from benchmarks import peers  # Needs foolbox, of the test extra.
+
       peers.time_peers(network, _REPEATS.value)
 
 

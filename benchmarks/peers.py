@@ -41,12 +41,14 @@ def time_peers(network: str, repeats: int):
       *(threats, images, labels),
     ),
   }
+  torch_networks = {'cnn': torch_cnn, 'resnet_v1_50': torch_resnet}
   try:
     import torch
   except ImportError:
     print('torch is not installed: its libraries are left out')
-  else:
-    model = {'cnn': torch_cnn, 'resnet_v1_50': torch_resnet}[network](variables)
+    torch_networks = {}
+  if network in torch_networks:
+    model = torch_networks[network](variables)
     inputs = torch.tensor(np.asarray(images).transpose(0, 3, 1, 2).copy())
     targets = torch.tensor(np.asarray(labels), dtype=torch.long)
     libraries['Foolbox, torch'] = foolbox_attacks(

@@ -56,8 +56,7 @@ from jax import lax
 from mwrobust import convolutions, losses, norms, spaces
 
 Array = jax.Array
-LogitsFn = Callable[[Array], Array]
-Attack = Callable[..., Array]
+Attack = Callable[..., Array]  # From images to adversarial images.
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -92,21 +91,18 @@ class Threat:
     norms.get(self.norm)
     _require(_is_positive(self.eps), 'eps', self.eps, 'a finite number > 0')
     _require(_is_count(self.steps), 'steps', self.steps, 'an integer >= 1')
-    _require(
-      self.step_size is None or _is_positive(self.step_size),
-      *('step_size', self.step_size, 'a finite number > 0, or None'),
-    )
-    _require(
-      _is_real(self.percentile) and 0 <= self.percentile < 100,
-      *('percentile', self.percentile, 'a number in [0, 100)'),
-    )
-    _require(
-      isinstance(self.random_start, bool),
-      *('random_start', self.random_start, 'True or False'),
-    )
+    if self.step_size is not None:
+      allowed = 'a finite number > 0, or None'
+      _require(
+        _is_positive(self.step_size), 'step_size', self.step_size, allowed
+      )
+    holds = _is_real(self.percentile) and 0 <= self.percentile < 100
+    _require(holds, 'percentile', self.percentile, 'a number in [0, 100)')
+    holds = isinstance(self.random_start, bool)
+    _require(holds, 'random_start', self.random_start, 'True or False')
     _require(self.clip in ('end', 'step'), 'clip', self.clip, "'end' or 'step'")
     allowed = ' or '.join(map(repr, losses.LOSSES))
-    _require(self.loss in losses.LOSSES, 'loss', self.loss, allowed)
+    _require(self.loss in list(losses.LOSSES), 'loss', self.loss, allowed)
 
   @property
   def name(self) -> str:
@@ -153,20 +149,27 @@ def make_attack(
     clipped: False leaves out the last clip to [0, 1], for those who measure
       how the perturbation lies in its ball.
   """
+  _require(isinstance(threat, Threat), 'threat', threat, 'a Threat')
   _require(_is_count(restarts), 'restarts', restarts, 'an integer >= 1')
+  if restarts > 1 and not threat.random_start:
+    raise ValueError(
+      f'restarts={restarts} is not allowed: without random_start every start '
+      'is the same.'
+    )
   climb = _make_climb((threat,))
   loss_fn = losses.LOSSES[threat.loss]
   finish = _clip if clipped else lambda images: images
 
   def attack(logits_fn, key, images, labels, ids=None, scale=1.0):
-    images, labels, ids = _check(images, labels, ids)
-    start_key = functools.partial(jax.random.fold_in, key)
+    images, labels, ids, scale = _check(images, labels, ids, scale)
+    start_key = functools.partial(jax.random.fold_in, _threefry(key))
     if restarts == 1:
       found = climb(logits_fn, 0, start_key(0), images, labels, ids, scale)
       return finish(found)
 
     final_loss = _constant_closure(
-      lambda images: loss_fn(logits_fn(images), labels), images
+      lambda images: loss_fn(_check_logits(logits_fn(images), labels), labels),
+      images,
     )
 
     def keep_worst(restart, worst):
@@ -180,7 +183,7 @@ def make_attack(
         jnp.where(worse, loss, worst[1]),
       )
 
-    worst = images, jnp.full(images.shape[:1], -jnp.inf)
+    worst = images, jnp.full_like(images[:, 0, 0, 0], -jnp.inf)
     return finish(lax.fori_loop(0, restarts, keep_worst, worst)[0])
 
   return attack
@@ -196,14 +199,16 @@ def make_switch(threats: Sequence[Threat]) -> Attack:
   Args:
     threats: at least one.
   """
-  threats = tuple(threats)
-  _require(len(threats) > 0, 'threats', threats, 'at least one Threat')
+  threats = (threats,) if isinstance(threats, Threat) else tuple(threats)
+  holds = threats and all(isinstance(threat, Threat) for threat in threats)
+  _require(holds, 'threats', threats, 'at least one Threat, and only those')
   climb = _make_climb(threats)
 
   def switch(logits_fn, index, key, images, labels, ids=None, scale=1.0):
-    images, labels, ids = _check(images, labels, ids)
+    images, labels, ids, scale = _check(images, labels, ids, scale)
     index = _check_index(index, len(threats))
-    key = jax.random.fold_in(key, 0)  # The first start of `make_attack`.
+    # The key of the first start of `make_attack`.
+    key = jax.random.fold_in(_threefry(key), 0)
     return _clip(climb(logits_fn, index, key, images, labels, ids, scale))
 
   return switch
@@ -257,7 +262,7 @@ def _make_climb(threats: tuple[Threat, ...]):
     centre = in_space(_Map.forward, images)
     noise = jax.vmap(functools.partial(_noise, size=centre.shape[1]))(keys)
     delta = in_ball(lambda ball, noise: ball.random_start(noise, eps), noise)
-    delta = jnp.where(random_start, delta, 0.0)
+    delta = jnp.where(random_start, delta, jnp.zeros_like(centre))
     delta, images = in_space(_Map.place, centre, delta)
 
     # ---- the steps: up the gradient in the space, back into the ball
@@ -270,7 +275,7 @@ def _make_climb(threats: tuple[Threat, ...]):
       )
       return in_space(_Map.place, centre, delta)
 
-    return lax.fori_loop(0, steps, step, (delta, images))[1]
+    return lax.stop_gradient(lax.fori_loop(0, steps, step, (delta, images))[1])
 
   return climb
 
@@ -291,7 +296,16 @@ def _step_size(threat: Threat) -> float:
 def _noise(key: Array, size: int) -> Array:
   """What random starts are made of: see `norms.Norm.random_start`."""
   above = np.nextafter(np.float32(-1), np.float32(0))
-  return jax.random.uniform(key, (size + 2,), minval=above)
+  return jax.random.uniform(key, (size + 2,), jnp.float32, minval=above)
+
+
+def _threefry(key: Array) -> Array:
+  """The key, in the one generator whose streams do not change under vmap."""
+  if not jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
+    key = jax.random.wrap_key_data(key)
+  if str(jax.random.key_impl(key)) == 'threefry2x32':
+    return key
+  return jax.random.key(jax.random.bits(key), impl='threefry2x32')
 
 
 # The branches of a switch agree in their shapes, but coefficients may have any
@@ -356,7 +370,7 @@ def _geometries(threats: tuple[Threat, ...], images: Array):
   """The distinct maps and balls, and which of them each threat has."""
   image = jax.ShapeDtypeStruct(images.shape[1:], images.dtype)
   the_spaces = [spaces.get(threat.space) for threat in threats]
-  shapes = [jax.eval_shape(space.forward, image).shape for space in the_spaces]
+  shapes = [_coefficient_shape(space, image) for space in the_spaces]
   sizes = [math.prod(shape) for shape in shapes]
   maps, map_column = _distinct(
     _Map(space, threat.clip, shape, max(sizes))
@@ -367,6 +381,23 @@ def _geometries(threats: tuple[Threat, ...], images: Array):
     for threat, size in zip(threats, sizes, strict=True)
   )
   return maps, map_column, balls, ball_column
+
+
+def _coefficient_shape(
+  space: spaces.Space, image: jax.ShapeDtypeStruct
+) -> tuple[int, ...]:
+  coefficients = jax.eval_shape(space.forward, image)
+  back = jax.eval_shape(space.inverse, coefficients)
+  for name, found, holds in (
+    ('forward', coefficients, getattr(coefficients, 'dtype', None)),
+    ('inverse', back, getattr(back, 'shape', None) == image.shape),
+  ):
+    if not holds or found.dtype != jnp.float32:
+      raise ValueError(
+        f'{name} of space {space.name!r} returns {found} for an image '
+        f'{image}: must be one float32 array, for inverse of that shape.'
+      )
+  return coefficients.shape
 
 
 def _pad(vector: Array, length: int) -> Array:
@@ -410,10 +441,11 @@ def _is_count(value) -> bool:
 
 
 def _is_positive(value) -> bool:
-  return _is_real(value) and 0 < value < math.inf
+  smallest, largest = np.finfo(np.float32).tiny, np.finfo(np.float32).max
+  return _is_real(value) and smallest <= value <= largest
 
 
-def _check(images, labels, ids):
+def _check(images, labels, ids, scale):
   """The batch as arrays, or a ValueError that names what is wrong."""
   images, labels = jnp.asarray(images), jnp.asarray(labels)
   if images.dtype != jnp.float32 or images.ndim != 4:
@@ -421,11 +453,13 @@ def _check(images, labels, ids):
       f'images are {images.dtype} {list(images.shape)}: must be float32 '
       '[B, H, W, C] in [0, 1].'
     )
-  if _is_concrete(images) and not bool(jnp.all((images >= 0) & (images <= 1))):
-    raise ValueError(
-      f'images lie in [{images.min():.3g}, {images.max():.3g}]: must lie in '
-      '[0, 1]. Normalise inside logits_fn, not before it.'
-    )
+  if _is_concrete(images) and images.size:
+    lowest, highest = _range(images)
+    if not (lowest >= 0 and highest <= 1):
+      raise ValueError(
+        f'images lie in [{lowest:.3g}, {highest:.3g}]: must lie in [0, 1]. '
+        'Normalise inside logits_fn, not before it.'
+      )
   ids = jnp.arange(len(images)) if ids is None else jnp.asarray(ids)
   for name, values in (('labels', labels), ('ids', ids)):
     if (
@@ -436,7 +470,14 @@ def _check(images, labels, ids):
         f'{name} are {values.dtype} {list(values.shape)}: must be integers '
         f'[B], B={len(images)} as in images.'
       )
-  return lax.stop_gradient(images), labels, ids
+  if jnp.shape(scale) != () or (
+    _is_concrete(scale) and not 0 <= float(scale) < math.inf
+  ):
+    raise ValueError(
+      f'scale={scale} is not allowed: must be one finite number >= 0.'
+    )
+  scale = jnp.asarray(scale, jnp.float32)
+  return lax.stop_gradient(images), labels, ids, scale
 
 
 def _check_index(index, count: int):
@@ -445,20 +486,39 @@ def _check_index(index, count: int):
   ):
     raise ValueError(f'index={index!r} is not allowed: must be an int scalar.')
   if not _is_concrete(index):
-    return index  # A traced index out of range is clamped by lax.switch.
-  _require(
-    0 <= index < count, 'index', int(index), f'in [0, {count}), one per threat'
-  )
-  return int(index)
+    return jnp.clip(index, 0, count - 1)  # Traced: it cannot be refused.
+  index = int(index)
+  _require(0 <= index < count, 'index', index, f'in [0, {count})')
+  return index
 
 
 def _check_logits(logits: Array, labels: Array) -> Array:
-  if logits.ndim != 2 or len(logits) != len(labels):
+  """The logits in float32: the loss of a bfloat16 network climbs in float32."""
+  shape = getattr(logits, 'shape', ())
+  if (
+    len(shape) != 2
+    or shape[0] != len(labels)
+    or shape[1] < 2
+    or not jnp.issubdtype(logits.dtype, jnp.floating)
+  ):
     raise ValueError(
-      f'logits_fn returned shape {list(logits.shape)}: must be [B, K], '
-      f'B={len(labels)} as in images.'
+      f'logits_fn returned {getattr(logits, "dtype", type(logits).__name__)} '
+      f'{list(shape)}: must be floating point [B, K], B={len(labels)} as in '
+      'images and K >= 2.'
     )
-  return logits
+  if _is_concrete(labels) and labels.size:
+    lowest, highest = _range(labels)
+    if not (lowest >= 0 and highest < shape[1]):
+      raise ValueError(
+        f'labels lie in [{lowest}, {highest}]: must lie in [0, {shape[1]}), '
+        'as logits_fn returned so many logits.'
+      )
+  return logits.astype(jnp.float32)
+
+
+def _range(array: Array) -> tuple[np.generic, np.generic]:
+  array = np.asarray(array)  # So that nothing is staged inside of a jit.
+  return array.min(), array.max()
 
 
 def _is_concrete(value) -> bool:

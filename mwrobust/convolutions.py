@@ -34,13 +34,13 @@ _CALLS = {
   'closed_call': 'call_jaxpr',
   'custom_jvp_call': 'call_jaxpr',
   'custom_vjp_call': 'call_jaxpr',
+  'remat2': 'jaxpr',
 }
 # Primitives that stay, with the jaxprs in these parameters rewritten.
 _BODIES = {
   'scan': ('jaxpr',),
   'while': ('cond_jaxpr', 'body_jaxpr'),
   'cond': ('branches',),
-  'remat2': ('jaxpr',),
 }
 
 
@@ -78,6 +78,8 @@ def _eval_eqn(eqn: core.JaxprEqn, operands: list[Array]) -> list[Array]:
   if name == 'conv_general_dilated':
     return [_convolution(*operands, **params)]
   if name in _CALLS:
+    if params.get('differentiated'):  # What makes a remat compute twice.
+      operands = lax.optimization_barrier(operands)
     jaxpr, consts = _open(params[_CALLS[name]])
     return eval_jaxpr(jaxpr, consts, *operands)
   if name in _BODIES:
@@ -149,8 +151,7 @@ def _rewrite(body: core.ClosedJaxpr) -> core.ClosedJaxpr:
   if not _is_slow(jaxpr):
     return body
   function = functools.partial(eval_jaxpr, jaxpr, consts)
-  rewritten = jax.make_jaxpr(function)(*body.in_avals)
-  return rewritten if isinstance(body, core.ClosedJaxpr) else rewritten.jaxpr
+  return jax.make_jaxpr(function)(*body.in_avals)
 
 
 def _map_jaxprs(function, param):

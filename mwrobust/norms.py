@@ -140,11 +140,12 @@ def _kth_largest(x: Array, k: int) -> Array:
   bits = lax.bitcast_convert_type(x, jnp.int32)
 
   def set_bit(i: int, found: Array) -> Array:
-    candidate = found | (1 << (30 - i))
+    candidate = found | (jnp.int32(1) << (30 - i))
     reached = _sum((bits >= candidate).astype(jnp.float32))
     return jnp.where(reached >= k, candidate, found)
 
-  found = lax.fori_loop(0, 31, set_bit, jnp.int32(0))
+  passes = jnp.int32(0), jnp.int32(31)
+  found = lax.fori_loop(*passes, set_bit, jnp.zeros_like(bits.ravel()[0]))
   return lax.bitcast_convert_type(found, jnp.float32)
 
 
@@ -179,7 +180,8 @@ def _l1_project(x: Array, eps: float) -> Array:
     return support, *threshold_of(support), count
 
   support = depth > -eps
-  state = support, *threshold_of(support), jnp.inf
+  threshold, count = threshold_of(support)
+  state = support, threshold, count, jnp.full_like(count, jnp.inf)
   state = lax.while_loop(lambda s: s[2] < s[3], shrink, state)
   _, threshold, _, _ = state
   projected = jnp.sign(x) * jnp.maximum(depth - threshold, 0)
@@ -198,7 +200,7 @@ def get(norm: str | Norm) -> Norm:
   """The norm of that name, or the caller's own `Norm` as it is."""
   if isinstance(norm, Norm):
     return norm
-  if norm not in NORMS:
+  if not isinstance(norm, str) or norm not in NORMS:
     raise ValueError(
       f'norm={norm!r} is not a norm: allowed are {sorted(NORMS)} and any '
       'mwrobust.norms.Norm.'

@@ -26,7 +26,7 @@ import numpy as np
 Array = jax.Array
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class Space:
   """An invertible map from one image [H, W, C] to its coefficients."""
 
@@ -38,11 +38,13 @@ class Space:
 @functools.cache
 def dct_basis(size: int) -> np.ndarray:
   """The orthonormal DCT-II matrix [size, size]: row u is the u-th cosine."""
-  # Computed once, in double precision, also when the caller is being traced.
-  with jax.ensure_compile_time_eval(), jax.enable_x64(True):
+  # Computed once, also when the caller is being traced; and on the host, as
+  # there are accelerators without a good FFT.
+  host = jax.local_devices(backend='cpu')[0]
+  with jax.ensure_compile_time_eval(), jax.default_device(host):
     transform = functools.partial(jax.scipy.fft.dct, norm='ortho')
-    columns = jax.vmap(transform)(jnp.eye(size, dtype=jnp.float64))
-    return np.asarray(columns.T, np.float32)
+    columns = jax.vmap(transform)(jnp.eye(size, dtype=jnp.float32))
+    return np.asarray(columns).T
 
 
 def _separable(image: Array, rows: np.ndarray, columns: np.ndarray) -> Array:
@@ -79,7 +81,7 @@ def get(space: str | Space) -> Space:
   """The space of that name, or the caller's own `Space` as it is."""
   if isinstance(space, Space):
     return space
-  if space not in SPACES:
+  if not isinstance(space, str) or space not in SPACES:
     raise ValueError(
       f'space={space!r} is not a space: allowed are {sorted(SPACES)} and any '
       'mwrobust.spaces.Space(name, forward, inverse).'

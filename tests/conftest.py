@@ -1,10 +1,15 @@
-"""Two fake CPU devices, and the strictest JAX there is, for every test."""
+"""Two fake CPU devices and no silent broadcasting, for every test."""
 
+import atexit
 import os
+import shutil
 import tempfile
 
 # What one process of the tests compiled, the others need not.
-os.environ.setdefault('JAX_COMPILATION_CACHE_DIR', tempfile.mkdtemp())
+if 'JAX_COMPILATION_CACHE_DIR' not in os.environ:
+  _cache = tempfile.mkdtemp()
+  atexit.register(shutil.rmtree, _cache, ignore_errors=True)
+  os.environ['JAX_COMPILATION_CACHE_DIR'] = os.path.join(_cache, 'jax')
 os.environ['JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS'] = '0'
 os.environ['JAX_PLATFORMS'] = 'cpu'
 os.environ['XLA_FLAGS'] = '--xla_force_host_platform_device_count=2'

@@ -73,13 +73,14 @@ def length_in_ball(threat, before, after):
 
 
 def test_reaches_the_optimum_of_a_linear_model():
-  # From a random start on the border, 2.5 radii of steps turn an l2
-  # perturbation to within 10 degrees of the best one, 0.987 of the optimum, and
-  # no further; from the centre, or with twice the step size, all the way.
-  threats = attacks.six_threats(0.03, 0.1, 0.4, phase='eval')
+  # The paper's steps are 2.5 radii long in all. From a random start on the
+  # border that turns an l2 perturbation to within some 12 degrees of the best,
+  # 0.975 of the optimum; from the centre, or with 5 radii, all the way.
+  six = attacks.six_threats(0.03, 0.1, 0.4, phase='eval')
   threats = [
-    *(dataclasses.replace(t, random_start=False) for t in threats),
-    *(dataclasses.replace(t, step_size=5 * t.eps / t.steps) for t in threats),
+    *six,
+    *(dataclasses.replace(t, random_start=False) for t in six),
+    *(dataclasses.replace(t, step_size=5 * t.eps / t.steps) for t in six),
   ]
   images = 0.45 + 0.1 * IMAGES  # So far inside that nothing is clipped.
   labels = LABELS % 2
@@ -94,7 +95,8 @@ def test_reaches_the_optimum_of_a_linear_model():
     # In an orthonormal space the gradient is the transformed one.
     in_space = spaces.get(threat.space).forward(direction.reshape(SHAPE))
     dual = np.linalg.norm(np.ravel(in_space), DUAL[threat.norm])
-    assert (gain >= 0.99 * threat.eps * dual).all(), threat
+    share = 0.97 if threat in six and threat.norm == 'l2' else 0.99
+    assert (gain >= share * threat.eps * dual).all(), threat
     assert (gain <= (1 + 1e-5) * threat.eps * dual).all(), threat
 
 
@@ -209,19 +211,19 @@ def test_a_space_of_ones_own():
   threats = [
     attacks.Threat(space=space, norm=norm, eps=eps, steps=10)
     for space in ('pixel', *OWN.values())
-    for norm, eps in (('linf', 0.05), ('l2', 0.5), ('l1', 2.0))
+    for norm, eps in (('linf', 0.05), ('l2', 0.25), ('l1', 0.12))
   ]
-  images = 0.3 + 0.4 * IMAGES  # Where hardly anything is clipped.
+  images = 0.3 + 0.4 * IMAGES  # Where nothing is clipped.
   before = losses.cross_entropy(curved(images), LABELS).mean()
   for threat, found in zip(
     threats, run_each(threats, curved, images, LABELS), strict=True
   ):
     after = losses.cross_entropy(curved(found), LABELS).mean()
-    assert after > before + 0.2, threat.name
-    if threat.name.startswith(('pixel', 'rotation', 'gamma')):
-      inside = length_in_ball(threat, images, found) <= threat.eps * (1 + 1e-4)
-      clipped = ((found == 0) | (found == 1)).any((1, 2, 3))
-      assert (inside | clipped).all(), threat.name
+    assert after > before + 0.05, threat.name
+    assert ((found > 0) & (found < 1)).all(), threat.name
+    if not threat.name.startswith('frame'):  # Not one to one.
+      length = length_in_ball(threat, images, found)
+      assert (length <= threat.eps * (1 + 1e-4)).all(), threat.name
     # Coefficients of another length do not disturb their neighbours.
     alone = run(attacks.make_attack(threat), curved, KEY, images, LABELS)
     if threat.name.startswith('frame'):
@@ -445,13 +447,85 @@ import jax, numpy
 before = set(sys.modules)
 import mwrobust.attacks
 loaded = {name.split('.')[0] for name in set(sys.modules) - before}
-names = {'flax', 'orbax', 'tensorflow', 'tensorflow_datasets', 'optax', 'absl'}
-print(sorted(loaded - {'jax'}), 'absl.flags' in sys.modules, names & loaded)
+print(sorted(loaded - {'jax'}), 'absl.flags' in sys.modules)
 """
   result = subprocess.run(
     [sys.executable, '-c', code], capture_output=True, text=True, check=True
   )
-  assert result.stdout.strip() == "['mwrobust'] False set()"
+  assert result.stdout.strip() == "['mwrobust'] False"
+
+
+def test_works_in_double_precision_mode():
+  with jax.enable_x64(True):
+    images = jnp.asarray(IMAGES, jnp.float32)
+    for threat in SIX:
+      attack = attacks.make_attack(threat, restarts=2)
+      found = attack(linear, jax.random.key(0), images, LABELS, scale=0.5)
+      assert found.dtype == jnp.float32
+
+    def double(images):
+      return linear(images.astype(jnp.float64), WEIGHTS.astype(np.float64))
+
+    found = attack(double, jax.random.key(0), images, LABELS)
+    assert found.dtype == jnp.float32
+
+
+def test_a_half_precision_network_is_climbed_in_single_precision():
+  def half(images):
+    return linear(images).astype(jnp.bfloat16)
+
+  found = run(attacks.make_attack(SIX[1]), half, KEY, IMAGES, LABELS)
+  full = run(attacks.make_attack(SIX[1]), linear, KEY, IMAGES, LABELS)
+  np.testing.assert_allclose(found, full, atol=0.02)
+
+
+@pytest.mark.parametrize('impl', ['threefry2x32', 'rbg', 'unsafe_rbg'])
+def test_ids_hold_for_every_generator(impl):
+  key = jax.random.key(0, impl=impl)
+  attack = attacks.make_attack(SIX[0])
+  ids = np.arange(6)
+  together = run(attack, curved, key, IMAGES, LABELS, ids)
+  backwards = run(attack, curved, key, IMAGES[::-1], LABELS[::-1], ids[::-1])
+  np.testing.assert_allclose(together, backwards[::-1], atol=1e-6)
+  alone = run(attack, curved, key, IMAGES[2:3], LABELS[2:3], ids[2:3])
+  np.testing.assert_allclose(together[2:3], alone, atol=1e-6)
+
+
+def test_arrays_closed_over_inside_jit():
+  images, labels = jnp.asarray(IMAGES), jnp.asarray(LABELS)
+  switch = attacks.make_switch(SIX)
+  found = jax.jit(lambda k: switch(linear, jnp.int32(1), k, images, labels))(
+    KEY
+  )
+  expected = run(attacks.make_attack(SIX[1]), linear, KEY, IMAGES, LABELS)
+  np.testing.assert_allclose(found, expected, atol=1e-5)
+
+
+def test_works_inside_shard_map():
+  mesh = jax.make_mesh((2,), ('data',), (jax.sharding.AxisType.Auto,))
+  for threat in SIX[:3]:
+    attack = functools.partial(attacks.make_attack(threat, 2), linear)
+    sharded = jax.shard_map(
+      attack,
+      mesh=mesh,
+      in_specs=(jax.P(), jax.P('data'), jax.P('data'), jax.P('data')),
+      out_specs=jax.P('data'),
+    )
+    ids = np.arange(6)
+    found = jax.jit(sharded)(KEY, IMAGES, LABELS, ids)
+    expected = jax.jit(attack)(KEY, IMAGES, LABELS, ids)
+    np.testing.assert_allclose(found, expected, atol=1e-5)
+
+
+def test_scale_multiplies_the_radius_and_the_step():
+  for threat in SIX:
+    half = dataclasses.replace(threat, eps=threat.eps / 2)
+    attack = attacks.make_attack(threat)
+    found = attack(linear, KEY, IMAGES, LABELS, scale=0.5)
+    expected = attacks.make_attack(half)(linear, KEY, IMAGES, LABELS)
+    np.testing.assert_allclose(found, expected, atol=1e-5)
+    none = attack(linear, KEY, IMAGES, LABELS, scale=0.0)
+    np.testing.assert_allclose(none, IMAGES, atol=1e-6)
 
 
 # ------------------------------------------------------------------ bad input
@@ -472,6 +546,8 @@ GOOD = {'space': 'dct', 'norm': 'l2', 'eps': 0.3, 'steps': 10}
     ('eps', float('nan'), 'finite number > 0'),
     ('eps', float('inf'), 'finite number > 0'),
     ('eps', '0.3', 'finite number > 0'),
+    ('eps', 1e39, 'finite number > 0'),
+    ('eps', 1e-50, 'finite number > 0'),
     ('steps', 0, 'integer >= 1'),
     ('steps', 2.5, 'integer >= 1'),
     ('steps', True, 'integer >= 1'),
@@ -509,13 +585,21 @@ def test_threats_are_hashable_and_frozen():
     ({'ids': np.arange(5)}, r'ids are int.* \[5\].*B=6'),
     ({'ids': np.ones(6, np.float32)}, 'ids are float32'),
     ({'logits_fn': lambda x: x.mean((1, 2, 3))}, r'logits_fn returned .*\[6\]'),
+    ({'logits_fn': lambda x: linear(x)[:, :1]}, r'\[6, 1\].*K >= 2'),
+    ({'logits_fn': lambda x: linear(x).astype(int)}, r'returned int32'),
+    ({'logits_fn': lambda x: (linear(x), {})}, r'logits_fn returned tuple'),
+    ({'labels': LABELS + 5}, r'labels lie in \[.*must lie in \[0, 5\)'),
+    ({'scale': -1.0}, r'scale=-1.0.*finite number >= 0'),
+    ({'scale': np.ones(6)}, r'scale=.*one finite number'),
   ],
 )
 def test_bad_batches_are_refused(change, message):
   good = {'logits_fn': linear, 'images': IMAGES, 'labels': LABELS}
   with pytest.raises(ValueError, match=message):
     attacks.make_attack(SIX[0])(**(good | change), key=KEY)
-  if 'lie in' not in message:  # Shapes and types are known when traced, too.
+  if (
+    'lie in' not in message and 'scale=-1' not in message
+  ):  # Shapes and types are known when traced, too.
     logits_fn = change.get('logits_fn', linear)
     arrays = {k: v for k, v in (good | change).items() if k != 'logits_fn'}
     attack = functools.partial(attacks.make_attack(SIX[0]), logits_fn)
@@ -529,10 +613,33 @@ def test_bad_indices_are_refused(index):
     attacks.make_switch(SIX)(linear, index, KEY, IMAGES, LABELS)
 
 
+@pytest.mark.parametrize(
+  ('forward', 'inverse', 'message'),
+  [
+    (jnp.fft.fft2, jnp.fft.ifft2, "forward of space 'own'"),
+    (lambda x: (x, x), lambda z: z[0], "forward of space 'own'"),
+    (lambda x: x, lambda z: z[:4], "inverse of space 'own'"),
+  ],
+)
+def test_spaces_that_do_not_fit_are_refused(forward, inverse, message):
+  space = spaces.Space('own', forward, inverse)
+  threat = attacks.Threat(space=space, norm='l2', eps=1.0, steps=1)
+  with pytest.raises(ValueError, match=message):
+    attacks.make_attack(threat)(linear, KEY, IMAGES, LABELS)
+
+
 def test_bad_restarts_threats_and_phase_are_refused():
   with pytest.raises(ValueError, match=r'restarts=0.*integer >= 1'):
     attacks.make_attack(SIX[0], restarts=0)
+  with pytest.raises(ValueError, match=r'restarts=2.*every start is the same'):
+    attacks.make_attack(
+      dataclasses.replace(SIX[0], random_start=False), restarts=2
+    )
   with pytest.raises(ValueError, match=r'threats=.*at least one'):
     attacks.make_switch([])
+  with pytest.raises(ValueError, match=r"threats=\('pixel_linf',\)"):
+    attacks.make_switch(['pixel_linf'])
+  with pytest.raises(ValueError, match=r"threat='pixel_linf'"):
+    attacks.make_attack('pixel_linf')
   with pytest.raises(ValueError, match=r"phase='test'.*'train'"):
     attacks.six_threats(0.3, 1.0, 5.0, phase='test')

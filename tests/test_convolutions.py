@@ -75,6 +75,9 @@ NETWORKS = {
   'custom_jvp': lambda x: doubled(doubled(x)),
   'custom_vjp': lambda x: halved(halved(x)),
   'remat': jax.checkpoint(lambda x: conv(jnp.tanh(conv(x)))),
+  'remat of a jit': jax.checkpoint(
+    lambda x: conv(jax.jit(lambda x: x * IMAGES)(jnp.tanh(conv(x))))
+  ),
   'scan': scanned,
   'cond': branched,
   'vmap': jax.vmap(lambda x: conv(x[None])[0]),
