@@ -47,7 +47,8 @@ class Evaluation(NamedTuple):
   @classmethod
   def load(cls, path: pathlib.Path) -> 'Evaluation':
     """Reads what `save` wrote."""
-    with np.load(path, allow_pickle=False) as arrays:
+    data = io.BytesIO(path.read_bytes())
+    with np.load(data, allow_pickle=False) as arrays:
       fields = {name: arrays[name] for name in cls._fields}
     return cls(**fields | {'threats': tuple(fields['threats'].tolist())})
 

@@ -233,7 +233,7 @@ def _refuse_another_run(
   try:
     theirs = json.loads(path.read_text())
     theirs = config_lib.flatten(theirs)
-  except FileNotFoundError:
+  except (FileNotFoundError, NotADirectoryError):
     return
   except (OSError, ValueError, AttributeError) as error:
     raise UserError(

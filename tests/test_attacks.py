@@ -546,7 +546,7 @@ GOOD = {'space': 'dct', 'norm': 'l2', 'eps': 0.3, 'steps': 10}
     ('eps', float('nan'), 'finite number > 0'),
     ('eps', float('inf'), 'finite number > 0'),
     ('eps', '0.3', 'finite number > 0'),
-    ('eps', 1e39, 'finite number > 0'),
+    ('eps', 10**39, 'finite number > 0'),
     ('eps', 1e-50, 'finite number > 0'),
     ('steps', 0, 'integer >= 1'),
     ('steps', 2.5, 'integer >= 1'),
