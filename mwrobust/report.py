@@ -35,6 +35,20 @@ def table(evaluations: dict[str, Evaluation]) -> str:
   return markdown_table(['accuracy, %', *evaluations], rows)
 
 
+def describe(config: ml_collections.ConfigDict) -> str:
+  """What a run is, in a few lines."""
+  threats = config.threats
+  train, spaces, norms = config.train, threats.spaces, threats.norms
+  radii = ', '.join(f'{n} {threats[f"eps_{n}"]:.4g}' for n in norms)
+  return (
+    f'Data {config.data.name}, model {config.model.name}, policy '
+    f'{config.policy.name}; preset {config.preset}, seed {config.seed}.\n'
+    f'Threats in {" and ".join(spaces)}, with radii {radii}.\n'
+    f'T = {train.T} outer steps of r = {train.r} epochs, batches of '
+    f'{train.batch_size}, h = {train.h}.'
+  )
+
+
 def write(
   path: pathlib.Path,
   config: ml_collections.ConfigDict,
@@ -42,13 +56,11 @@ def write(
 ) -> None:
   """Writes report.md: the table, and what it is of."""
   examples = len(next(iter(evaluations.values())).natural)
-  steps = f'PGD {config.eval.pgd_steps}, SLIDE {config.eval.slide_steps} steps'
-  eps = config.threats
+  steps = f'{config.eval.pgd_steps} steps of PGD, {config.eval.slide_steps}'
   text = (
     f'# {config.data.name}, {config.policy.name}\n\n'
-    f'Preset `{config.preset}`, model `{config.model.name}`, seed '
-    f'{config.seed}; radii linf {eps.eps_linf:.4g}, l2 {eps.eps_l2:.4g}, l1 '
-    f'{eps.eps_l1:.4g}; the first {examples} test images, one start, {steps}.\n'
+    f'{describe(config)}\n\n'
+    f'On the first {examples} test images, one start, {steps} of SLIDE.\n'
     '`min` is the lowest of the rows above it; `union` counts the images '
     'that stand up to every one of the attacks.\n\n'
     f'{table(evaluations)}\n'

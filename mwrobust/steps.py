@@ -7,7 +7,8 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from mwrobust import attacks, averaging, datasets, losses, state
+from mwrobust import attacks, averaging, datasets, losses
+from mwrobust.state import TrainState
 
 Array = jax.Array
 
@@ -45,7 +46,7 @@ def make_train_step(
   """
   switch = attacks.make_switch(threats)
 
-  def train_step(state: state.TrainState, index: Array, batch: Batch):
+  def train_step(state: TrainState, index: Array, batch: Batch):
     attack_key, augment_key = jax.random.split(
       jax.random.fold_in(key, state.step)
     )
@@ -58,7 +59,12 @@ def make_train_step(
         return model.apply(state.variables, images, train=False)
 
       images = switch(
-        *(logits_fn, index, attack_key, images, batch.labels, batch.ids),
+        logits_fn,
+        index,
+        attack_key,
+        images,
+        batch.labels,
+        batch.ids,
         scale=radius_scale(state.step),
       )
 
@@ -110,9 +116,8 @@ def make_eval_step(
       logits_fn = averaging.ensemble(member_fns)
 
     def attacked(images):
-      return switch(
-        *(logits_fn, index, key, images, batch.labels, batch.ids), scale=scale
-      )
+      labels, ids = batch.labels, batch.ids
+      return switch(logits_fn, index, key, images, labels, ids, scale=scale)
 
     images = _to_float(batch.images)
     images = jax.lax.cond(

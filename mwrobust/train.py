@@ -66,6 +66,7 @@ def train_and_evaluate(
   def set_status(status: str) -> None:
     write_json(workdir / 'status.json', {'status': status})
 
+  say(f'{report.describe(config)}\nWorkdir {workdir}')
   with (
     contextlib.closing(Checkpoints(workdir, keep)) as checkpoints,
     _stop_signals() as stop,
@@ -195,34 +196,30 @@ def _load_data(config: ml_collections.ConfigDict) -> datasets.Dataset:
     validation=config.data.validation,
     seed=config.seed,
   )
-  for field, count, split in (
-    ('data.train_examples', config.data.train_examples, data.train),
+  for name, field, count in (
+    ('train', 'data.train_examples', config.data.train_examples),
     (
-      *('train.validation_examples', config.train.validation_examples),
-      data.validation,
+      'validation',
+      'train.validation_examples',
+      config.train.validation_examples,
     ),
-    ('eval.examples', config.eval.examples, data.test),
+    ('test', 'eval.examples', config.eval.examples),
   ):
-    if count > len(split.labels):
+    images, labels = getattr(data, name)
+    if count > len(labels):
       raise UserError(
-        f'{field} = {count} is more than the {len(split.labels)} there are: '
-        'lower it, or set 0 for all.'
+        f'{field} = {count} is more than the {len(labels)} there are: lower '
+        'it, or set 0 for all.'
       )
-  data = data._replace(
-    train=_first(data.train, config.data.train_examples),
-    validation=_first(data.validation, config.train.validation_examples),
-    test=_first(data.test, config.eval.examples),
-  )
+    if count:
+      first = datasets.Split(images[:count], labels[:count])
+      data = data._replace(**{name: first})
   if config.train.batch_size > len(data.train.labels):
     raise UserError(
       f'train.batch_size = {config.train.batch_size} is more than the '
       f'{len(data.train.labels)} training examples: lower it.'
     )
   return data
-
-
-def _first(split: datasets.Split, count: int) -> datasets.Split:
-  return datasets.Split(*(array[: count or None] for array in split))
 
 
 def _refuse_another_run(
@@ -342,8 +339,7 @@ def mini_batches(
   train = job.data.train
   for step in range(start, last):
     rows = datasets.batch_indices(
-      *(job.config.seed, step, len(train.labels)),
-      job.config.train.batch_size,
+      job.config.seed, step, len(train.labels), job.config.train.batch_size
     )
     batch = Batch(train.images[rows], train.labels[rows], rows)
     yield indices[step - first].astype(np.int32), batch
