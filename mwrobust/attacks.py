@@ -441,8 +441,8 @@ def _is_count(value) -> bool:
 
 
 def _is_positive(value) -> bool:
-  smallest, largest = np.finfo(np.float32).tiny, np.finfo(np.float32).max
-  return _is_real(value) and smallest <= value <= largest
+  limits = np.finfo(np.float32)
+  return _is_real(value) and float(limits.tiny) <= value <= float(limits.max)
 
 
 def _check(images, labels, ids, scale):
