@@ -35,11 +35,7 @@ def make_job(policy: str, threat: str, outer_steps: int) -> train.Job:
   """The quickstart's schedule with the full MNIST CNN."""
   config = config_lib.preset('paper', 'mnist')
   config.data.name = 'mnist5k'
-  config.model.name = 'cnn'
-  config.optimizer.name = 'adam'
-  config.optimizer.learning_rate = 3e-3
-  config.optimizer.schedule = 'one_cycle'
-  config.optimizer.l2 = 0.0
+  config_lib.use_cnn(config)
   config.policy.eta = 0.5
   config.policy.name = policy
   config.policy.threat = threat

@@ -29,11 +29,7 @@ def _released(config):
 
 
 def _runlocal(config):
-  config.model.name = 'cnn'
-  config.optimizer.name = 'adam'
-  config.optimizer.learning_rate = 1e-3
-  config.optimizer.schedule = 'one_cycle'
-  config.optimizer.l2 = 0.0
+  config_lib.use_cnn(config, learning_rate=1e-3)
   config.data.train_examples = 5000
   config.data.augment = False
   config.train.T = 3

@@ -31,11 +31,7 @@ def _released(config):
 
 
 def _cnn(config):
-  config.model.name = 'cnn'
-  config.optimizer.name = 'adam'
-  config.optimizer.learning_rate = 3e-3
-  config.optimizer.schedule = 'one_cycle'
-  config.optimizer.l2 = 0.0
+  config_lib.use_cnn(config)
   config.policy.eta = 0.5
   config.train.ramp = 0.6
 

@@ -16,14 +16,10 @@ def get_config(variants: str = ''):
   config = config_lib.preset('paper', 'mnist')
   config.preset = 'quickstart'
   config.data.name = 'mnist5k'
-  config.model.name = 'cnn'
+  config_lib.use_cnn(config)
   config.model.options.features = (16, 32)
   config.model.options.hidden = 100
   config.threats.eps_linf = 0.2
-  config.optimizer.name = 'adam'
-  config.optimizer.learning_rate = 3e-3
-  config.optimizer.schedule = 'one_cycle'
-  config.optimizer.l2 = 0.0
   config.policy.eta = 0.5
   config.train.T = 12
   config.train.ramp = 0.6

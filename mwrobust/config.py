@@ -117,6 +117,15 @@ def preset(name: str, data: str) -> ConfigDict:
   return config
 
 
+def use_cnn(config: ConfigDict, learning_rate: float = 3e-3) -> None:
+  """Puts a network and an optimizer for CPUs into the config."""
+  config.model.name = 'cnn'
+  config.optimizer.name = 'adam'
+  config.optimizer.learning_rate = learning_rate
+  config.optimizer.schedule = 'one_cycle'
+  config.optimizer.l2 = 0.0
+
+
 def flatten(config: Mapping[str, Any], prefix: str = '') -> dict[str, Any]:
   """A tree of fields as `{'train.h': 3, ...}`."""
   flat = {}
