@@ -24,6 +24,7 @@ def get_config(variants: str = ''):
   config.train.T = 12
   config.train.ramp = 0.6
   config.train.log_every = 36  # Once an epoch.
+  config.eval.health_examples = 250
   return config_lib.apply_variants(config, variants, {'runlocal': _runlocal})
 
 
@@ -37,5 +38,6 @@ def _runlocal(config):
   config.train.validation_examples = 100
   config.eval.examples = 100
   config.eval.batch_size = 100
+  config.eval.health_examples = 50
   config.eval.pgd_steps = 2
   config.eval.slide_steps = 2

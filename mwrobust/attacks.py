@@ -47,6 +47,7 @@ import functools
 import math
 import numbers
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -57,6 +58,7 @@ from mwrobust import convolutions, losses, norms, spaces
 
 Array = jax.Array
 Attack = Callable[..., Array]  # From images to adversarial images.
+CLIPS = ('end', 'step', 'strict')
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -71,8 +73,10 @@ class Threat:
     step_size: the length of a step in the norm; 2.5 eps / steps if None.
     percentile: l1 only: a step moves the top (100 - percentile) % coordinates.
     random_start: start at a random point of the ball, or at its centre.
-    clip: to [0, 1], once at the `'end'` (the paper's rule), or after each
-      `'step'`, the perturbation then being re-expressed (usual pixel PGD).
+    clip: to [0, 1], once at the `'end'` (the paper's rule: the clip may lead
+      out of the ball), or after each `'step'`, the perturbation then being
+      re-expressed (usual pixel PGD). `'strict'` ends in the ball and in [0, 1]
+      at once, by alternating projections after each step.
     loss: what the steps climb: `'ce'` or `'margin'`.
   """
 
@@ -100,7 +104,8 @@ class Threat:
     _require(holds, 'percentile', self.percentile, 'a number in [0, 100)')
     holds = isinstance(self.random_start, bool)
     _require(holds, 'random_start', self.random_start, 'True or False')
-    _require(self.clip in ('end', 'step'), 'clip', self.clip, "'end' or 'step'")
+    allowed = "'end', 'step' or 'strict'"
+    _require(self.clip in CLIPS, 'clip', self.clip, allowed)
     allowed = ' or '.join(map(repr, losses.LOSSES))
     _require(self.loss in list(losses.LOSSES), 'loss', self.loss, allowed)
 
@@ -136,9 +141,7 @@ def six_threats(
   )
 
 
-def make_attack(
-  threat: Threat, restarts: int = 1, *, clipped: bool = True
-) -> Attack:
+def make_attack(threat: Threat, restarts: int = 1) -> Attack:
   """Makes `attack(logits_fn, key, images, labels, ids, scale) -> images`.
 
   Args:
@@ -146,8 +149,6 @@ def make_attack(
     restarts: random starts; per example the one that ends with the highest
       loss wins. The first is the one of `restarts=1`, and memory does not grow
       with their number.
-    clipped: False leaves out the last clip to [0, 1], for those who measure
-      how the perturbation lies in its ball.
   """
   _require(isinstance(threat, Threat), 'threat', threat, 'a Threat')
   _require(_is_count(restarts), 'restarts', restarts, 'an integer >= 1')
@@ -158,14 +159,13 @@ def make_attack(
     )
   climb = _make_climb((threat,))
   loss_fn = losses.LOSSES[threat.loss]
-  finish = _clip if clipped else lambda images: images
 
   def attack(logits_fn, key, images, labels, ids=None, scale=1.0):
     images, labels, ids, scale = _check(images, labels, ids, scale)
     start_key = functools.partial(jax.random.fold_in, _threefry(key))
     if restarts == 1:
       found = climb(logits_fn, 0, start_key(0), images, labels, ids, scale)
-      return finish(found)
+      return found.images
 
     final_loss = _constant_closure(
       lambda images: loss_fn(_check_logits(logits_fn(images), labels), labels),
@@ -174,8 +174,8 @@ def make_attack(
 
     def keep_worst(restart, worst):
       key = start_key(restart)
-      found = climb(logits_fn, 0, key, images, labels, ids, scale)
-      loss = final_loss(_clip(found))
+      found = climb(logits_fn, 0, key, images, labels, ids, scale).images
+      loss = final_loss(found)
       loss = jnp.where(jnp.isnan(loss), jnp.inf, loss)
       worse = loss > worst[1]
       return (
@@ -184,34 +184,61 @@ def make_attack(
       )
 
     worst = images, jnp.full_like(images[:, 0, 0, 0], -jnp.inf)
-    return finish(lax.fori_loop(0, restarts, keep_worst, worst)[0])
+    return lax.fori_loop(0, restarts, keep_worst, worst)[0]
 
   return attack
 
 
-def make_switch(threats: Sequence[Threat]) -> Attack:
-  """Makes `switch(logits_fn, index, key, images, labels, ids, scale)`.
+class Found(NamedTuple):
+  """What an attack has found, and how it lies; per example.
+
+  Attributes:
+    images: the adversarial images, in [0, 1].
+    unclipped: the same before the last clip.
+    stuck: bool [B], whether the last gradient was zero in every pixel. Such an
+      attack does not move, whatever its loss.
+  """
+
+  images: Array
+  unclipped: Array
+  stuck: Array
+
+
+def make_switch(threats: Sequence[Threat], *, details: bool = False) -> Attack:
+  """Makes `switch(logits_fn, index, key, images, labels, ids, scale, start)`.
 
   `switch` with index i does what `make_attack(threats[i])` does. The index is
   an int32 scalar, usually traced. Use one index per batch: vmapped over the
-  index, every branch would run for every example.
+  index, every branch would run for every example. `start` says which of the
+  random starts of `make_attack(threats[i], restarts)` to take.
 
   Args:
     threats: at least one.
+    details: return all of `Found`, not the images alone.
   """
   threats = (threats,) if isinstance(threats, Threat) else tuple(threats)
   holds = threats and all(isinstance(threat, Threat) for threat in threats)
   _require(holds, 'threats', threats, 'at least one Threat, and only those')
   climb = _make_climb(threats)
 
-  def switch(logits_fn, index, key, images, labels, ids=None, scale=1.0):
+  def switch(
+    logits_fn, index, key, images, labels, ids=None, scale=1.0, start=0
+  ):
     images, labels, ids, scale = _check(images, labels, ids, scale)
     index = _check_index(index, len(threats))
-    # The key of the first start of `make_attack`.
-    key = jax.random.fold_in(_threefry(key), 0)
-    return _clip(climb(logits_fn, index, key, images, labels, ids, scale))
+    key = jax.random.fold_in(_threefry(key), start)
+    found = climb(logits_fn, index, key, images, labels, ids, scale)
+    return found if details else found.images
 
   return switch
+
+
+def distance(threat: Threat, images: Array, perturbed: Array) -> Array:
+  """How far the perturbed images are, [B]: in the threat's space and norm."""
+  space, norm = spaces.get(threat.space), norms.get(threat.norm)
+  return jax.vmap(
+    lambda x, z: norm.length(space.forward(z) - space.forward(x))
+  )(images, perturbed)
 
 
 # ------------------------------------------------------------------ one climb
@@ -232,15 +259,18 @@ def _make_climb(threats: tuple[Threat, ...]):
     np.array([threat.eps for threat in threats], np.float32),
     np.array([_step_size(threat) for threat in threats], np.float32),
     np.array([threat.random_start for threat in threats]),
+    np.array([threat.clip == 'strict' for threat in threats]),
   )
+  any_strict = any(threat.clip == 'strict' for threat in threats)
 
-  def climb(logits_fn, index, key, images, labels, ids, scale):
-    """The perturbed images, before the last clip."""
+  def climb(logits_fn, index, key, images, labels, ids, scale) -> Found:
     maps, map_column, balls, ball_column = _geometries(threats, images)
-    map_index, ball_index, loss_index, steps, eps, step_size, random_start = (
+    columns = map_column, ball_column, loss_column, *data_columns
+    map_index, ball_index, loss_index, *data = (
       column[index] if isinstance(index, int) else jnp.asarray(column)[index]
-      for column in (map_column, ball_column, loss_column, *data_columns)
+      for column in columns
     )
+    steps, eps, step_size, random_start, strict = data
     eps, step_size = eps * scale, step_size * scale
 
     def in_space(function, *args):  # For each example, in the threat's space.
@@ -263,21 +293,68 @@ def _make_climb(threats: tuple[Threat, ...]):
     noise = jax.vmap(functools.partial(_noise, size=centre.shape[1]))(keys)
     delta = in_ball(lambda ball, noise: ball.random_start(noise, eps), noise)
     delta = jnp.where(random_start, delta, jnp.zeros_like(centre))
-    delta, images = in_space(_Map.place, centre, delta)
+
+    def place(delta):
+      placed = in_space(_Map.place, centre, delta)
+      return alternate(placed) if any_strict else placed
+
+    # ---- strict: between the ball and [0, 1], until the image is in both
+    def excess(delta):  # 1 on the border of the ball.
+      length = in_ball(lambda ball, delta: ball.length(delta), delta)
+      return length / jnp.maximum(eps, _TINY)
+
+    def alternate(placed):
+      def project(state):
+        (delta, images), round_ = state
+        back = in_ball(lambda ball, delta: ball.project(delta, eps), delta)
+        moved = in_space(_Map.place, centre, back)
+        again = excess(delta) > _NEARLY  # Each example by itself.
+        return _where(again, moved, (delta, images)), round_ + 1
+
+      def goes_on(state):
+        (delta, _), round_ = state
+        return strict & (round_ < _ROUNDS) & jnp.any(excess(delta) > _NEARLY)
+
+      (delta, images), _ = lax.while_loop(goes_on, project, (placed, 0))
+      # Both sets are convex and the image itself is in both: what is still
+      # missing is on the way to it.
+      shrunk = delta / jnp.maximum(1, excess(delta))[:, None]
+      shrunk = in_space(_Map.place, centre, shrunk)
+      return _where(strict & (excess(delta) > 1), shrunk, (delta, images))
 
     # ---- the steps: up the gradient in the space, back into the ball
     def step(_, state):
-      delta, images = state
+      delta, images, _ = state
       gradient = gradient_fn(images)
+      stuck = jnp.all(gradient == 0, axis=(1, 2, 3))
       gradient = in_space(_Map.pull_back, centre, delta, gradient)
       delta = in_ball(
         lambda ball, *args: ball.step(*args, eps, step_size), delta, gradient
       )
-      return in_space(_Map.place, centre, delta)
+      return *place(delta), stuck
 
-    return lax.stop_gradient(lax.fori_loop(0, steps, step, (delta, images))[1])
+    start = *place(delta), jnp.zeros(len(images), bool)
+    _, images, stuck = lax.fori_loop(0, steps, step, start)
+    images = lax.stop_gradient(images)
+    return Found(jnp.clip(images, 0.0, 1.0), images, stuck)
 
   return climb
+
+
+# Alternating projections: rounds at most, and how near the ball is near enough
+# to go the rest towards the image.
+_ROUNDS = 30
+_NEARLY = 1.01
+_TINY = 1e-30
+
+
+def _where(mask: Array, new, old):
+  """By example, in every array of a tree."""
+  return jax.tree.map(
+    lambda a, b: jnp.where(jnp.expand_dims(mask, range(1, a.ndim)), a, b),
+    new,
+    old,
+  )
 
 
 def _distinct(values) -> tuple[list, np.ndarray]:
@@ -341,29 +418,35 @@ class _Map:
   def place(self, centre, delta):
     """The perturbed image; and the perturbation, which a clip changes."""
     image = self.inverse(centre + delta)
-    if self.clip == 'step':
-      image = _clip(image)
+    if self.clip != 'end':
+      image = jnp.clip(image, 0.0, 1.0)
       delta = self.forward(image) - centre
     return delta, image
 
 
 @dataclasses.dataclass(frozen=True)
 class _Ball:
-  """A norm, on the first `size` entries of a vector."""
+  """A norm, on the first `size` entries of a vector of length `padded`."""
 
   norm: norms.Norm
   percentile: float
   size: int
-  length: int
+  padded: int
 
   def random_start(self, noise, eps):
     delta = self.norm.random_start(noise[: self.size + 2], eps)
-    return _pad(delta, self.length)
+    return _pad(delta, self.padded)
 
   def step(self, delta, gradient, eps, step_size):
     delta, gradient = delta[: self.size], gradient[: self.size]
     delta += step_size * self.norm.ascend(gradient, self.percentile)
-    return _pad(self.norm.project(delta, eps), self.length)
+    return _pad(self.norm.project(delta, eps), self.padded)
+
+  def project(self, delta, eps):
+    return _pad(self.norm.project(delta[: self.size], eps), self.padded)
+
+  def length(self, delta):
+    return self.norm.length(delta[: self.size])
 
 
 def _geometries(threats: tuple[Threat, ...], images: Array):
@@ -418,10 +501,6 @@ def _constant_closure(function, images):
     return result
 
   return call
-
-
-def _clip(images: Array) -> Array:
-  return jnp.clip(images, 0.0, 1.0)
 
 
 # --------------------------------------------------------------------- checks

@@ -32,10 +32,8 @@ class Checkpoints:
       keep: how many outer steps to keep; None for all.
     """
     self._workdir = workdir
-    policies = ocp.training.preservation_policies
-    outer = policies.PreserveAll() if keep is None else policies.LatestN(keep)
-    self._outer = _open(workdir / 'checkpoints', outer)
-    self._interrupted = _open(workdir / 'interrupted', policies.LatestN(1))
+    self._outer = _open(workdir / 'checkpoints', keep, cleanup=True)
+    self._interrupted = _open(workdir / 'interrupted', 1, cleanup=True)
 
   def save(self, state: TrainState) -> None:
     """Saves the state after an outer step."""
@@ -60,6 +58,8 @@ class Checkpoints:
         try:
           found.append(_load(checkpointer, checkpoint.step, like))
           break
+        except UserError:
+          raise
         except Exception as error:
           unreadable.append((checkpointer, checkpoint.path))
           say(f'{checkpoint.path} cannot be read ({_reason(error)}).')
@@ -80,26 +80,6 @@ class Checkpoints:
       default=None,
     )
 
-  def last(self, count: int, like: TrainState) -> list[TrainState]:
-    """The states after the last `count` outer steps, oldest first."""
-    steps = [checkpoint.step for checkpoint in self._outer.checkpoints]
-    if len(steps) < count:
-      raise UserError(
-        f'{self._outer.directory} has the outer steps {steps}, but {count} are '
-        'needed: train on, or lower train.h.'
-      )
-    states = []
-    for step in steps[-count:]:
-      try:
-        states.append(_load(self._outer, step, like))
-      except Exception as error:
-        raise UserError(
-          f'{self._outer.directory / str(step)} cannot be read '
-          f'({_reason(error)}), and all of the last {count} are needed. '
-          'Restore it from a backup, or train again in another --workdir.'
-        ) from error
-    return states
-
   def close(self) -> None:
     """Lets go of the folders."""
     for checkpointer in (self._outer, self._interrupted):
@@ -108,15 +88,53 @@ class Checkpoints:
         checkpointer.close()
 
 
-def _open(directory: pathlib.Path, preservation_policy: Any):
+def last(
+  workdir: pathlib.Path, count: int, like: TrainState
+) -> list[TrainState]:
+  """The states after the last `count` outer steps of a run, oldest first.
+
+  Only reads: a training that is under way in the workdir is not disturbed.
+  """
+  folder = workdir / 'checkpoints'
+  if not folder.is_dir():
+    raise UserError(
+      f'{workdir} has no checkpoints: train there first, or name the --workdir '
+      'of a run.'
+    )
+  with contextlib.closing(_open(folder, None, cleanup=False)) as checkpointer:
+    steps = [checkpoint.step for checkpoint in checkpointer.checkpoints]
+    if len(steps) < count:
+      raise UserError(
+        f'{folder} has the outer steps {steps}, but {count} are needed: train '
+        'on until there are so many.'
+      )
+    states = []
+    for step in steps[-count:]:
+      try:
+        states.append(_load(checkpointer, step, like))
+      except UserError:
+        raise
+      except Exception as error:
+        raise UserError(
+          f'{folder / str(step)} cannot be read ({_reason(error)}), and all of '
+          f'the last {count} are needed. Restore it from a backup, or train '
+          'again in another --workdir.'
+        ) from error
+    return states
+
+
+def _open(directory: pathlib.Path, keep: int | None, *, cleanup: bool):
+  policies = ocp.training.preservation_policies
   try:
     return ocp.training.Checkpointer(
       directory.absolute(),
       save_decision_policy=(
         ocp.training.save_decision_policies.FixedIntervalPolicy(1)
       ),
-      preservation_policy=preservation_policy,
-      cleanup_tmp_directories=True,
+      preservation_policy=(
+        policies.PreserveAll() if keep is None else policies.LatestN(keep)
+      ),
+      cleanup_tmp_directories=cleanup,
     )
   except OSError as error:
     raise UserError(
@@ -142,7 +160,27 @@ def _save(checkpointer, step: int, state: TrainState) -> None:
 
 def _load(checkpointer, step: int, like: TrainState) -> TrainState:
   with _quiet():
+    theirs = _shapes(checkpointer.metadata(step).metadata)
+    ours = _shapes(like)
+    names = ours.keys() | theirs.keys()
+    # The parameters first: a user knows those.
+    for leaf in sorted(names, key=lambda n: (not n.startswith('params'), n)):
+      there, here = theirs.get(leaf, 'not'), ours.get(leaf, 'not')
+      if there != here:
+        raise UserError(
+          f'{checkpointer.directory / str(step)} is of another network: {leaf} '
+          f'is {there} there, {here} here. Give the config it was made with.'
+        )
     return checkpointer.load(step, jax.tree.map(_abstract, like))
+
+
+def _shapes(tree: Any) -> dict[str, tuple[int, ...]]:
+  """By their names."""
+  leaves = jax.tree_util.tree_leaves_with_path(tree)
+  return {
+    jax.tree_util.keystr(path, simple=True, separator='/'): tuple(leaf.shape)
+    for path, leaf in leaves
+  }
 
 
 def _abstract(leaf: jax.Array) -> jax.ShapeDtypeStruct:

@@ -7,8 +7,11 @@ differs. Every result names its preset:
   released   the numbers of the authors' released code, where they differ
 """
 
+import json
 import math
 import numbers
+import os
+import pathlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -91,6 +94,14 @@ def base() -> ConfigDict:
   evaluation.pgd_steps = 40
   evaluation.slide_steps = 100
   evaluation.percentile = 99.0
+  evaluation.restarts = 1  # Random starts; the appendix has 20.
+  evaluation.recalibrate = False  # The average with new BatchNorm statistics.
+  # Also points that are in the ball and in [0, 1] at once: the paper clips
+  # after the inverse DCT, which leads out of the ball.
+  evaluation.strict = False
+  # The first so many are also attacked otherwise, to see whether the attacks
+  # are strong enough; 0 for none.
+  evaluation.health_examples = 500
   return config
 
 
@@ -161,6 +172,31 @@ def apply_variants(
   return config
 
 
+def load(workdir: str | os.PathLike) -> ConfigDict:
+  """The config of the run in a workdir, as its config.json has it."""
+  path = pathlib.Path(workdir, 'config.json')
+  try:
+    fields = json.loads(path.read_text())
+    config = base()
+    config.update(_with_tuples(fields))
+    return config
+  except (FileNotFoundError, NotADirectoryError) as error:
+    raise UserError(
+      f'{workdir} holds no run: it has no config.json. Train first, or name '
+      'the --workdir of a run.'
+    ) from error
+  except (OSError, ValueError, AttributeError, TypeError) as error:
+    raise UserError(
+      f'{path} is no config ({error}): choose another --workdir, or mend it.'
+    ) from error
+
+
+def _with_tuples(value: Any) -> Any:
+  if isinstance(value, dict):
+    return {name: _with_tuples(item) for name, item in value.items()}
+  return tuple(value) if isinstance(value, list) else value
+
+
 def make_threats(config: ConfigDict, phase: str) -> tuple[attacks.Threat, ...]:
   """The threats, with the steps of the phase: `'train'` or `'eval'`."""
   eps = {norm: config.threats[f'eps_{norm}'] for norm in norms.NORMS}
@@ -225,12 +261,12 @@ def validate(config: ConfigDict) -> None:
   for field in (
     *('train.T', 'train.r', 'train.h', 'train.batch_size', 'train.log_every'),
     *('train.pgd_steps', 'train.slide_steps', 'eval.pgd_steps'),
-    *('eval.slide_steps', 'eval.batch_size'),
+    *('eval.slide_steps', 'eval.batch_size', 'eval.restarts'),
   ):
     _check_range(config, field, lowest=1)
   for field in (
     *('data.train_examples', 'train.validation_examples', 'eval.examples'),
-    *('optimizer.l2', 'optimizer.momentum'),
+    *('optimizer.l2', 'optimizer.momentum', 'eval.health_examples'),
   ):
     _check_range(config, field, lowest=0)
   for field in (

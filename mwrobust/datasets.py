@@ -26,8 +26,6 @@ import numpy as np
 
 from mwrobust.errors import UserError, check_choice
 
-NAMES = 'mnist', 'cifar10', 'mnist5k'
-
 # Bytes and md5 of the published files, after decompression: archives are
 # re-made and recompressed by mirrors, what is in them is not.
 FILES = {
@@ -58,6 +56,16 @@ ADDRESSES = {
 # Per channel, over the training images in [0, 1].
 MNIST_MEAN_STD = (0.1307,), (0.3081,)
 CIFAR10_MEAN_STD = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)
+
+
+# Examples for training, validation and testing.
+SIZES = {
+  'mnist': (54_000, 6_000, 10_000),
+  'cifar10': (45_000, 5_000, 10_000),
+  'mnist5k': (3_600, 400, 1_000),
+}
+SHAPES = {'mnist': (28, 28, 1), 'cifar10': (32, 32, 3), 'mnist5k': (28, 28, 1)}
+NAMES = tuple(SIZES)
 
 
 class Split(NamedTuple):

@@ -1,109 +1,349 @@
-"""Who still stands: accuracy under each threat, their minimum, their union."""
+"""Who still stands: the networks of a run, under every threat.
 
-import io
+An example that a threat has fooled is not attacked by it again: each further
+start takes the survivors only, packed into full batches. As an example's
+randomness comes from its own id, the outcome is the same as if all had been
+attacked every time; a test says so.
+"""
+
+import dataclasses
+import functools
+import json
+import math
 import pathlib
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
+import ml_collections
 import numpy as np
 
-from mwrobust import datasets, metrics
-from mwrobust.steps import Batch
+from mwrobust import averaging, checkpoints, datasets, health
+from mwrobust import config as config_lib
+from mwrobust.attacks import Threat
+from mwrobust.errors import UserError
+from mwrobust.interruption import stop_signals
+from mwrobust.job import Job, prepare, refuse_another_run, training_batch
+from mwrobust.metrics import Progress
+from mwrobust.outcomes import Outcomes
+from mwrobust.state import TrainState
+from mwrobust.steps import Batch, make_attack_step, make_logits_step
+
+PICTURES = 6  # Examples whose images are kept.
+SECONDS_BETWEEN_SAVES = 30
 
 
-class Evaluation(NamedTuple):
-  """Per-example results; every accuracy is computed from these.
-
-  Attributes:
-    threats: their names, k.
-    correct: bool [k, N], still classified correctly under each threat.
-    natural: bool [N], without an attack.
-  """
-
-  threats: tuple[str, ...]
-  correct: np.ndarray
-  natural: np.ndarray
-
-  def accuracies(self) -> dict[str, float]:
-    """Per threat; `min` over the threats; `union`: correct under all; natural.
-
-    In percent.
-    """
-    per_threat = dict(zip(self.threats, self.correct.mean(axis=1), strict=True))
-    shares = per_threat | {
-      'min': min(per_threat.values()),
-      'union': self.correct.all(axis=0).mean(),
-      'natural': self.natural.mean(),
-    }
-    return {name: 100 * float(share) for name, share in shares.items()}
-
-  def save(self, path: pathlib.Path) -> None:
-    """Writes them as .npz."""
-    file = io.BytesIO()
-    np.savez_compressed(file, **self._asdict())
-    metrics.write_bytes(path, file.getvalue())
-
-  @classmethod
-  def load(cls, path: pathlib.Path) -> 'Evaluation':
-    """Reads what `save` wrote."""
-    data = io.BytesIO(path.read_bytes())
-    with np.load(data, allow_pickle=False) as arrays:
-      fields = {name: arrays[name] for name in cls._fields}
-    return cls(**fields | {'threats': tuple(fields['threats'].tolist())})
-
-
-def batches(
-  split: datasets.Split, batch_size: int
-) -> Iterator[tuple[Batch, np.ndarray]]:
-  """The split in batches of one shape, with masks of what is no filler."""
-  for rows, mask in datasets.padded_batches(len(split.labels), batch_size):
-    yield Batch(split.images[rows], split.labels[rows], rows), mask
-
-
-def mean_losses(
-  eval_step: Callable,
-  variables: Any,
-  count: int,
-  split: datasets.Split,
-  batch_size: int,
-  scale: float,
-  pause: Callable[[], None] = lambda: None,
-) -> np.ndarray:
-  """The losses L_i^val [count] of one network on a split.
+def evaluate_run(
+  config: ml_collections.ConfigDict,
+  workdir: str,
+  say: Callable[[str], None] = print,
+) -> dict[str, Outcomes]:
+  """Evaluates the run in a workdir as far as it has been trained.
 
   Args:
-    eval_step: of `steps.make_eval_step`.
-    variables: the network's.
-    count: of the threats.
-    split: what to attack.
-    batch_size: of every batch, the last one filled up.
-    scale: of the radii.
-    pause: called between batches; may raise to end it.
+    config: that of the run; the fields of `eval` may differ.
+    workdir: of the run. Nothing in it changes but the evaluations.
+    say: told what a reader at the terminal should know.
+
+  Returns:
+    The outcomes by the network they are of: `'h=1'`, `'h=3 average'`, ...
   """
-  totals = np.zeros(count)
-  for batch, mask in batches(split, batch_size):
-    for index in range(count):
-      losses, _ = eval_step((variables,), jnp.int32(index), batch, scale)
-      totals[index] += np.sum(np.asarray(losses, np.float64), where=mask)
-      pause()
-  return totals / len(split.labels)
+  config_lib.validate(config)
+  refuse_another_run(pathlib.Path(workdir), config)
+  with stop_signals() as stop:
+    return evaluate(prepare(config), pathlib.Path(workdir), stop.check, say)
 
 
 def evaluate(
-  eval_step: Callable,
-  members: tuple[Any, ...],
-  threats: tuple[str, ...],
+  job: Job,
+  workdir: pathlib.Path,
+  check_stop: Callable[[], None],
+  say: Callable[[str], None],
+) -> dict[str, Outcomes]:
+  """Attacks each network of the run with each threat."""
+  config = job.config
+  paper = config_lib.make_threats(config, 'eval')
+  readings = {'': paper}
+  if config.eval.strict:
+    readings[', strict'] = tuple(
+      dataclasses.replace(threat, clip='strict') for threat in paper
+    )
+  logits_step = make_logits_step(model=job.model)
+  suffix = changed_settings(config, workdir)
+  evaluations = {}
+  for reading, threats in readings.items():
+    attack_step = make_attack_step(
+      model=job.model,
+      threats=[*threats, *health.probes(threats)],
+      key=jax.random.key(config.seed),
+    )
+    for network in networks(job, workdir, say):
+      name = network.name + reading
+      path = workdir / 'eval' / f'{name.replace(" ", "_")}{suffix}.npz'
+      logits = functools.partial(logits_step, network.members)
+      attack = functools.partial(attack_step, network.members)
+      outcomes = _begin(job, network, threats, logits)
+      plan = [(index, 0) for index in range(len(threats))]
+      outcomes = _fill(outcomes, plan, attack, job, name, path, check_stop, say)
+      evaluations[name] = outcomes
+      if network.is_output and not reading and config.eval.health_examples:
+        path = path.with_stem(f'{path.stem}_health')
+        probes, plan = _begin_probes(outcomes, threats, config)
+        name += ', health'
+        _fill(probes, plan, attack, job, name, path, check_stop, say)
+  return evaluations
+
+
+def changed_settings(
+  config: ml_collections.ConfigDict, workdir: pathlib.Path
+) -> str:
+  """Such as `'-restarts=20'`: how this evaluation differs from the run's own.
+
+  It is part of the names of its files, so that no evaluation overwrites
+  another.
+  """
+  fields = 'examples', 'restarts', 'pgd_steps', 'slide_steps', 'percentile'
+  own = config_lib.load(workdir).eval
+  return ''.join(
+    f'-{field}={config.eval[field]}'
+    for field in fields
+    if config.eval[field] != own[field]
+  )
+
+
+# ---------------------------------------------------------------- the networks
+
+
+class Network(NamedTuple):
+  """One thing to evaluate.
+
+  Attributes:
+    name: such as `'h=3 average'`.
+    members: the variables of one network, or of those of an ensemble.
+    outer_steps: those its parameters come from.
+    is_output: whether it is what the algorithm returns.
+  """
+
+  name: str
+  members: tuple[Any, ...]
+  outer_steps: tuple[int, ...]
+  is_output: bool
+
+
+def networks(
+  job: Job, workdir: pathlib.Path, say: Callable[[str], None]
+) -> Iterator[Network]:
+  """The last parameters; the average and the ensemble of the last h."""
+  config = job.config
+  all_are_kept = config.algorithm == 'ensemble'  # Figure 2, against Figure 3.
+  h = config.train.T if all_are_kept else config.train.h
+  states = checkpoints.last(workdir, h, job.init())
+  members = tuple(state.variables for state in states)
+  outer_steps = tuple(int(state.outer_step) for state in states)
+  yield Network('h=1', members[-1:], outer_steps[-1:], is_output=h == 1)
+  if h > 1 and not all_are_kept:
+    average = averaging.average(members)
+    yield Network(f'h={h} average', (average,), outer_steps, is_output=True)
+    if config.eval.recalibrate:
+      say('Recalibrating BatchNorm on an epoch of training batches.')
+      recalibrated = recalibrate(job, states[-1].replace(**average)).variables
+      name = f'h={h} recalibrated'
+      yield Network(name, (recalibrated,), outer_steps, is_output=False)
+  if h > 1:
+    yield Network(f'h={h} ensemble', members, outer_steps, all_are_kept)
+
+
+def recalibrate(job: Job, state: TrainState) -> TrainState:
+  """Gathers the BatchNorm statistics anew, over an epoch, as training does.
+
+  The mini batches are attacked as if training went on with the last weights;
+  the parameters stay as they are.
+  """
+  if not state.batch_stats:
+    raise UserError(
+      f'eval.recalibrate = True, but {job.config.model.name} has no BatchNorm: '
+      'leave it False.'
+    )
+  steps = int(state.step) + np.arange(job.steps_per_epoch)
+  indices = np.asarray(job.choose(state.policy, jnp.asarray(steps)))
+  for step, index in zip(steps, indices, strict=True):
+    copy = jax.tree.map(jnp.copy, state)  # The train step takes it for itself.
+    trained, _ = job.train_step(copy, index, training_batch(job, step))
+    state = state.replace(step=trained.step, batch_stats=trained.batch_stats)
+  return state
+
+
+# ---------------------------------------------------------------- the outcomes
+
+
+def _begin(
+  job: Job,
+  network: Network,
+  threats: Sequence[Threat],
+  logits: Callable[[np.ndarray], jax.Array],
+) -> Outcomes:
+  """Who stands before the first attack: everyone, rightly classified or not."""
+  images, labels = job.data.test
+  batch_size = job.config.eval.batch_size
+  batches = [
+    np.asarray(logits(images[rows]))[mask]
+    for rows, mask in datasets.padded_batches(len(labels), batch_size)
+  ]
+  first, mask = next(datasets.padded_batches(len(labels), batch_size))
+  again = np.asarray(logits(images[first[::-1]]))[::-1][mask]
+  settings = {
+    'data': job.data.name,
+    'seed': job.config.seed,
+    'outer_steps': network.outer_steps,
+    'threats': list(map(dataclasses.asdict, threats)),
+  }
+  return Outcomes.begin(
+    settings=json.loads(json.dumps(settings)),
+    threats=threats,
+    restarts=job.config.eval.restarts,
+    labels=labels,
+    logits=np.concatenate(batches),
+    logits_again=again,
+    images=images[:PICTURES],
+  )
+
+
+def _begin_probes(
+  outcomes: Outcomes,
+  threats: Sequence[Threat],
+  config: ml_collections.ConfigDict,
+) -> tuple[Outcomes, list[tuple[int, int]]]:
+  """The survivors among the first examples, and how to attack those again."""
+  count = min(config.eval.health_examples, len(outcomes.labels))
+  ways = [*threats, *health.probes(threats)]
+  probes = Outcomes.begin(
+    settings=outcomes.settings,
+    threats=ways,
+    restarts=1,
+    labels=outcomes.labels[:count],
+    logits=outcomes.logits[:count],
+    logits_again=outcomes.logits_again[:count],
+    images=outcomes.images[:0],
+    correct=np.tile(outcomes.correct[:, :count], (3, 1)),
+  )
+  k = len(threats)
+  starts = [outcomes.restarts] * k + [0] * (len(ways) - k)
+  return probes, list(enumerate(starts))
+
+
+def _fill(
+  outcomes: Outcomes,
+  plan: Sequence[tuple[int, int]],
+  attack: Callable[[jax.Array, jax.Array, Batch], Any],
+  job: Job,
+  name: str,
+  path: pathlib.Path,
+  check_stop: Callable[[], None],
+  say: Callable[[str], None],
+) -> Outcomes:
+  """Attacks all that stands, from where an earlier call was interrupted.
+
+  Args:
+    outcomes: as they are before the first attack.
+    plan: see `attack_survivors`.
+    attack: see `attack_survivors`.
+    job: the run.
+    name: of the network.
+    path: where the outcomes are saved, every half minute and at the end.
+    check_stop: may raise to end it, between batches.
+    say: told how it goes.
+  """
+  saved = _load(path, outcomes, say)
+  if saved is not None and saved.complete:
+    say(f'Already evaluated: {path}')
+    return saved
+  outcomes = saved or outcomes
+  batch_size = job.config.eval.batch_size
+  passes = outcomes.restarts * len(plan)
+  batches = math.ceil(len(outcomes.labels) / batch_size)
+  say(
+    f'Evaluating {name} on {len(outcomes.labels)} test images'
+    + (', from where it was interrupted.' if saved else '.')
+  )
+  last_save = time.monotonic()
+  try:
+    with Progress(
+      passes * batches,
+      start=0,
+      batch_size=batch_size,
+      log_every=max(1, passes * batches // 4),
+    ) as progress:
+      for pass_, batch in attack_survivors(
+        outcomes, plan, attack, job.data.test, batch_size
+      ):
+        progress.update(pass_ * batches + batch, f'evaluating {name}')
+        check_stop()
+        if time.monotonic() - last_save > SECONDS_BETWEEN_SAVES:
+          outcomes.save(path)
+          last_save = time.monotonic()
+      progress.update(passes * batches, f'evaluating {name}')
+  finally:
+    outcomes.save(path)
+  done, full = outcomes.gradient_evaluations()
+  say(
+    f'Gradient evaluations: {done:,} of the {full:,} of attacking every image '
+    f'every time ({done / full:.0%}).'
+  )
+  return outcomes
+
+
+def _load(
+  path: pathlib.Path, like: Outcomes, say: Callable[[str], None]
+) -> Outcomes | None:
+  """What was saved of the same evaluation, whole or in part."""
+  if not path.exists():
+    return None
+  try:
+    saved = Outcomes.load(path)
+  except UserError as error:
+    say(f'{error} Evaluating again.')
+    return None
+  same = saved.settings == like.settings and saved.correct.shape == (
+    like.correct.shape
+  )
+  if not same:
+    say(f'{path} is of other parameters or settings. Evaluating again.')
+  return saved if same else None
+
+
+def attack_survivors(
+  outcomes: Outcomes,
+  plan: Sequence[tuple[int, int]],
+  attack: Callable[[jax.Array, jax.Array, Batch], Any],
   split: datasets.Split,
   batch_size: int,
-  pause: Callable[[], None] = lambda: None,
-) -> Evaluation:
-  """Attacks a network, or the ensemble of several, with every threat."""
-  rows = [[] for _ in range(len(threats) + 1)]
-  for batch, mask in batches(split, batch_size):
-    for index, row in enumerate(rows):
-      _, correct = eval_step(members, jnp.int32(index), batch, 1.0)
-      row.append(np.asarray(correct)[mask])
-      pause()
-  *attacked, natural = map(np.concatenate, rows)
-  return Evaluation(threats, np.stack(attacked), natural)
+) -> Iterator[tuple[int, int]]:
+  """Attacks what stands, start by start, threat by threat.
+
+  Args:
+    outcomes: filled in, batch by batch.
+    plan: for each of its threats the index to give to `attack`, and the number
+      of the first start.
+    attack: `attack(index, start, batch)`, of `steps.make_attack_step`.
+    split: the examples.
+    batch_size: of every batch; the last of a pass is filled up.
+
+  Yields:
+    The pass, counted from 0, and how many of its batches are done.
+  """
+  for start in range(outcomes.restarts):
+    for threat, (index, first_start) in enumerate(plan):
+      survivors = outcomes.survivors(threat, start)
+      batches = datasets.padded_batches(len(survivors), batch_size)
+      for done, (places, mask) in enumerate(batches, start=1):
+        rows = survivors[places]
+        attacked = attack(
+          jnp.int32(index),
+          jnp.int32(first_start + start),
+          Batch(split.images[rows], split.labels[rows], outcomes.ids[rows]),
+        )
+        attacked = jax.tree.map(lambda x, m=mask: np.asarray(x)[m], attacked)
+        outcomes.record(threat, rows[mask], attacked)
+        yield start * len(plan) + threat, done

@@ -1,68 +1,567 @@
-"""Results as tables."""
+"""Results as tables and one self-contained page, with the paper's beside them.
 
+  python -m mwrobust.report RUN                     # writes RUN/report.html
+  python -m mwrobust.report RUN1 RUN2 ... --output=DIR
+
+One run has a 95 % interval in each cell; several seeds of a method have their
+mean and standard deviation. Everything is computed from `eval/*.npz` and
+`metrics.jsonl` in the workdirs.
+"""
+
+import os
 import pathlib
+import re
+import statistics
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import NamedTuple
 
 import ml_collections
+import numpy as np
+from absl import flags
 
-from mwrobust import metrics
-from mwrobust.evaluate import Evaluation
+from mwrobust import command_line, health, metrics, page, paper, runs
+from mwrobust import config as config_lib
+from mwrobust.errors import UserError
+from mwrobust.metrics import format_duration
+from mwrobust.outcomes import Outcomes, wilson
+from mwrobust.runs import Run
+
+METHODS = {
+  'multiplicative_weights': 'Mult. weights',
+  'round_robin': 'Round robin',
+  'greedy': 'Greedy',
+  'uniform': 'Uniform',
+  'natural': 'Natural',
+}
 
 
-def markdown_table(header: list[str], rows: list[list[str]]) -> str:
-  """The rows as a Markdown table whose columns line up."""
-  widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
+class Part(NamedTuple):
+  """A piece of a report, for the page and for Markdown; '' where not shown."""
 
-  def line(cells: list[str]) -> str:
-    (name, width), *others = zip(cells, widths, strict=True)
+  html: str
+  markdown: str
+
+
+Section = tuple[str, list[Part]]  # With its heading.
+Column = tuple[str, str]  # A method, and the network of it that is evaluated.
+
+
+def text(words: str) -> Part:
+  """A paragraph."""
+  return Part(page.paragraph(words), words)
+
+
+def picture(html: str, heading: str = '') -> Part:
+  """What only the page can show."""
+  return Part(f'<h3>{heading}</h3>\n' * bool(heading) + html, '')
+
+
+def table(
+  header: Sequence[str],
+  rows: Sequence[Sequence[str]],
+  caption: str = '',
+  marks: Mapping[tuple[int, int], str] | None = None,
+) -> Part:
+  """A table, as `page.table` takes it."""
+  as_text = markdown_table(header, rows)
+  return Part(
+    page.table(header, rows, caption, marks),
+    f'{caption}\n\n{as_text}' if caption else as_text,
+  )
+
+
+def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+  """The rows as a Markdown table whose columns line up.
+
+  A second line in a cell goes into brackets.
+  """
+  cells = [
+    [re.sub(r'\n(.*)', r' (\1)', cell) for cell in row]
+    for row in (header, *rows)
+  ]
+  widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+
+  def line(row: Sequence[str]) -> str:
+    (name, width), *others = zip(row, widths, strict=True)
     padded = [name.ljust(width)] + [cell.rjust(w) for cell, w in others]
     return '| ' + ' | '.join(padded) + ' |'
 
   rule = '|' + '|'.join('-' * (width + 2) for width in widths) + '|'
-  return '\n'.join([line(header), rule, *map(line, rows)])
+  return '\n'.join([line(cells[0]), rule, *map(line, cells[1:])])
 
 
-def table(evaluations: dict[str, Evaluation]) -> str:
-  """Accuracies in percent, a row per threat, as in the paper's tables.
+def write(
+  merged: Sequence[Run], folder: str | os.PathLike, say: Callable[[str], None]
+) -> None:
+  """Writes report.md and report.html of one run, or over several.
 
   Args:
-    evaluations: by the name of their column, such as `'h=1'`.
+    merged: the runs; several must be of one preset, data set and network.
+    folder: where they are written, `report-restarts=20.md` and so on if that
+      is how the runs were evaluated.
+    say: told the table and whether the attacks were strong enough.
   """
-  columns = [evaluation.accuracies() for evaluation in evaluations.values()]
-  rows = [
-    [row, *(f'{accuracies[row]:.2f}' for accuracies in columns)]
-    for row in columns[0]
+  runs.check_mergeable(merged)
+  first = merged[0]
+  if len(merged) == 1:
+    title = f'{first.config.data.name}, {method_title(first.method)}'
+    sections = run_sections(first)
+  else:
+    title = f'{first.config.data.name}, {len(merged)} runs'
+    sections = merged_sections(merged)
+  say('\n' + to_markdown(sections[:2]))
+  write_files(
+    pathlib.Path(folder, f'report{first.settings}'), title, sections, say
+  )
+
+
+def write_files(
+  stem: pathlib.Path,
+  title: str,
+  sections: Sequence[Section],
+  say: Callable[[str], None],
+) -> None:
+  """Writes the sections as Markdown and as a page."""
+  html = [
+    (heading, ''.join(part.html for part in parts))
+    for heading, parts in sections
   ]
-  return markdown_table(['accuracy, %', *evaluations], rows)
+  for suffix, content in (
+    ('.md', f'# {title}\n\n{to_markdown(sections)}'),
+    ('.html', page.page(title, html)),
+  ):
+    path = stem.with_name(stem.name + suffix)
+    metrics.write_bytes(path, content.encode())
+    say(str(path))
 
 
-def describe(config: ml_collections.ConfigDict) -> str:
+def to_markdown(sections: Sequence[Section]) -> str:
+  """The sections under their headings, without what only the page can show."""
+  lines = []
+  for heading, parts in sections:
+    shown = [part.markdown for part in parts if part.markdown]
+    if shown:
+      lines += [f'## {heading}', *shown]
+  return '\n\n'.join(lines) + '\n'
+
+
+# ------------------------------------------------------------------ the reports
+
+
+def run_sections(run: Run) -> list[Section]:
+  """All there is to say about one run."""
+  output = run.evaluations.get(run.output)
+  sections = [
+    ('Accuracy', [text(describe(run.config)), *accuracy_parts([run])]),
+    ('Were the attacks strong enough?', [health_part([run])]),
+    ('Training', training_parts(run)),
+    ('Cost', [cost_table([run])]),
+  ]
+  if output is not None:
+    sections[2:2] = [
+      ('How far the attacks went', [norm_table(output)]),
+      ('Who fools what', overlap_parts(output)),
+    ]
+    if output.restarts > 1:
+      sections[1][1].append(restart_chart(output))
+    sections += [('What the attacks look like', picture_parts(output))]
+  return sections
+
+
+def merged_sections(merged: Sequence[Run]) -> list[Section]:
+  """The table over several runs, and what they cost."""
+  methods = list(dict.fromkeys(run.method for run in merged))
+  seeds = {
+    method: [run.config.seed for run in merged if run.method == method]
+    for method in methods
+  }
+  which = '; '.join(
+    f'{method_title(method)} with seeds {", ".join(map(str, seeds[method]))}'
+    for method in methods
+  )
+  return [
+    (
+      'Accuracy',
+      [
+        text(describe(merged[0].config, seeds=False)),
+        text(f'Runs: {which}. Mean ± standard deviation over the seeds.'),
+        *accuracy_parts(merged),
+      ],
+    ),
+    ('Were the attacks strong enough?', [health_part(merged)]),
+    ('Cost', [cost_table(merged)]),
+  ]
+
+
+def describe(config: ml_collections.ConfigDict, seeds: bool = True) -> str:
   """What a run is, in a few lines."""
-  threats = config.threats
-  train, spaces, norms = config.train, threats.spaces, threats.norms
-  radii = ', '.join(f'{n} {threats[f"eps_{n}"]:.4g}' for n in norms)
+  threats, train = config.threats, config.train
+  radii = ', '.join(f'{n} {threats[f"eps_{n}"]:.4g}' for n in threats.norms)
+  seed = f', policy {config.policy.name}, seed {config.seed}' if seeds else ''
   return (
-    f'Data {config.data.name}, model {config.model.name}, policy '
-    f'{config.policy.name}; preset {config.preset}, seed {config.seed}.\n'
-    f'Threats in {" and ".join(spaces)}, with radii {radii}.\n'
+    f'Data {config.data.name}, network {config.model.name}, preset '
+    f'{config.preset}{seed}.\n'
+    f'Threats in {" and ".join(threats.spaces)}, with radii {radii}.\n'
     f'T = {train.T} outer steps of r = {train.r} epochs, batches of '
     f'{train.batch_size}, h = {train.h}.'
   )
 
 
-def write(
-  path: pathlib.Path,
-  config: ml_collections.ConfigDict,
-  evaluations: dict[str, Evaluation],
-) -> None:
-  """Writes report.md: the table, and what it is of."""
-  examples = len(next(iter(evaluations.values())).natural)
-  steps = f'{config.eval.pgd_steps} steps of PGD, {config.eval.slide_steps}'
-  text = (
-    f'# {config.data.name}, {config.policy.name}\n\n'
-    f'{describe(config)}\n\n'
-    f'On the first {examples} test images, one start, {steps} of SLIDE.\n'
-    '`min` is the lowest of the rows above it; `union` counts the images '
-    'that stand up to every one of the attacks.\n\n'
-    f'{table(evaluations)}\n'
+def method_title(method: str) -> str:
+  """Of a column: `'Mult. weights'`."""
+  return METHODS.get(method, method.capitalize())
+
+
+# ------------------------------------------------------------------- accuracies
+
+
+def accuracy_parts(
+  merged: Sequence[Run],
+  columns: Sequence[Column] = (),
+  rows: Sequence[str] = (),
+) -> list[Part]:
+  """The table in the paper's layout, and the same beside the paper's own.
+
+  Args:
+    merged: the runs.
+    columns: the methods and networks to show; all there are by default.
+    rows: of the table; all there are by default.
+  """
+  groups = group(merged)
+  if columns:
+    groups = {column: groups[column] for column in columns if column in groups}
+  outcomes = next(iter(groups.values()))[0]
+  starts = outcomes.restarts
+  rows = rows or (*outcomes.threats, 'min', 'union', 'natural')
+  names = column_names(groups)
+  steps = sorted({int(n) for n in outcomes.steps})
+  parts = [
+    text(
+      f'On the first {len(outcomes.labels)} test images, '
+      f'{"one start" if starts == 1 else f"{starts} starts"}, '
+      f'{" and ".join(map(str, steps))} steps. Min is the lowest of the rows '
+      'above it; union counts the images that stand up to every one of the '
+      'attacks. In brackets, a 95 % interval, or ± the standard deviation over '
+      'the seeds.'
+    ),
+    table(
+      ['accuracy, %', *names.values()],
+      [
+        [row, *(accuracy_cell(seeds, row) for seeds in groups.values())]
+        for row in rows
+      ],
+    ),
+  ]
+  figures = paper.ACCURACIES.get((paper_data(merged[0].config), starts), {})
+  figures = {column: figures[column] for column in groups if column in figures}
+  if figures:
+    header, cells = ['beside the paper'], [[row] for row in rows]
+    for column, theirs in figures.items():
+      header += [f'{names[column]}\npaper', 'verdict']
+      for row, line in zip(rows, cells, strict=True):
+        line += beside_the_paper(groups[column], theirs.get(row), row)
+    parts += [table(header, cells), text(comparability(merged[0].config))]
+  return parts
+
+
+def beside_the_paper(
+  seeds: Sequence[Outcomes], theirs: paper.Figure | None, row: str
+) -> tuple[str, str]:
+  """Our mean over the seeds and the paper's, and whether they are alike.
+
+  They are if ours is within the spread of the paper's own runs.
+  """
+  ours = statistics.mean(outcomes.accuracies()[row] for outcomes in seeds)
+  if theirs is None:
+    return f'{ours:.2f}', '-'
+  difference = ours - theirs.mean
+  word = 'higher' if difference > 0 else 'lower'
+  if abs(difference) <= theirs.std:
+    word = 'alike'
+  return (
+    f'{ours:.2f}\n{theirs.mean:.2f} ± {theirs.std:.2f}',
+    f'{word}\n{difference:+.1f}',
   )
-  metrics.write_bytes(path, text.encode())
+
+
+def column_names(
+  groups: Iterable[Column],
+) -> dict[Column, str]:
+  """Of the columns: the network, with the method if there are several."""
+  several = len({method for method, _ in groups}) > 1
+  return {
+    (method, network): f'{method_title(method)} ' * several + network
+    for method, network in groups
+  }
+
+
+def group(merged: Sequence[Run]) -> dict[Column, list[Outcomes]]:
+  """The evaluations of all seeds, by method and network."""
+  groups = {}
+  for run in merged:
+    for network, outcomes in run.evaluations.items():
+      groups.setdefault((run.method, network), []).append(outcomes)
+  return groups
+
+
+def accuracy_cell(seeds: Sequence[Outcomes], row: str) -> str:
+  """The mean over the seeds and their spread, or one with its interval."""
+  values = [outcomes.accuracies()[row] for outcomes in seeds]
+  if len(values) == 1:
+    low, high = wilson(values[0], len(seeds[0].labels))
+    return f'{values[0]:.2f}\n{low:.1f} to {high:.1f}'
+  return f'{statistics.mean(values):.2f}\n± {statistics.stdev(values):.2f}'
+
+
+def paper_data(config: ml_collections.ConfigDict) -> str:
+  """The paper's data set that stands nearest to the run's."""
+  return 'cifar10' if config.data.name == 'cifar10' else 'mnist'
+
+
+def comparability(config: ml_collections.ConfigDict) -> str:
+  """What the paper's figures were made with that the run was not."""
+  theirs = config_lib.flatten(config_lib.preset('paper', paper_data(config)))
+  ours = config_lib.flatten(config)
+  skipped = ('seed', 'preset', 'policy.name', 'policy.threat', 'data.dir')
+  skipped += ('eval.', 'train.log_every')
+  differing = [
+    f'{field} {ours.get(field)} (paper: {theirs.get(field)})'
+    for field in sorted(ours | theirs)
+    if ours.get(field) != theirs.get(field) and not field.startswith(skipped)
+  ]
+  meaning = (
+    "Alike means: within one standard deviation of the paper's own runs."
+  )
+  if not differing:
+    return f'Network, data and numbers are those of the paper. {meaning}'
+  return (
+    f"NOT the paper's setting: {'; '.join(differing)}. The comparison says "
+    f'where this run stands, not which method is better. {meaning}'
+  )
+
+
+# ----------------------------------------------------------------- other parts
+
+
+def health_part(merged: Sequence[Run]) -> Part:
+  """The checks that failed; of a single run's output, those that passed too."""
+  several = len(merged) > 1
+  rows, marks = [], {}
+  for run in merged:
+    of_run = f'{method_title(run.method)}, seed {run.config.seed}, ' * several
+    for network, outcomes in run.evaluations.items():
+      for check in health.checks(outcomes, run.probes.get(network)):
+        if check.passed and (several or network != run.output):
+          continue
+        marks[len(rows), 1] = 'good' if check.passed else 'bad'
+        name = f'{of_run}{network}: {check.name}'
+        word = 'ok' if check.passed else 'LOOK'
+        rows.append([name, word, check.finding])
+  note = 'What is not listed has passed.'
+  lines = [f'- {word}  {name}: {finding}' for name, word, finding in rows]
+  return Part(
+    page.table(['check', '', 'finding'], rows, note, marks),
+    '\n'.join([*lines, '', note]),
+  )
+
+
+def norm_table(outcomes: Outcomes) -> Part:
+  """How the perturbations lie in their balls, before and after the clip."""
+  before = outcomes.norm / outcomes.eps[:, None]
+  after = outcomes.norm_clipped / outcomes.eps[:, None]
+  rows = [
+    [name, f'{eps:.4g}', *(f'{x:.3f}' for x in (b.max(), a.mean(), a.max()))]
+    for name, eps, b, a in zip(
+      outcomes.threats, outcomes.eps, before, after, strict=True
+    )
+  ]
+  return table(
+    ['threat', 'eps', 'largest norm', 'mean, clipped', 'largest, clipped'],
+    rows,
+    "Norms over eps, in the threat's own space. The paper clips the image to "
+    '[0, 1] after the inverse DCT, which may lead out of the ball: its threat '
+    'is "perturb in the ball, then clip". --config.eval.strict=True adds '
+    'attacks whose images are in both.',
+  )
+
+
+def overlap_parts(outcomes: Outcomes) -> list[Part]:
+  """Who fools what: shares in common, and what a threat fools alone."""
+  overlap = outcomes.overlap()
+  fooled = np.diag(overlap)
+  shares = 100 * overlap / np.maximum(1, fooled)[:, None]
+  caption = (
+    "Of the images that the row's threat fools, the percentage that the "
+    "column's fools too; of those that are classified correctly without an "
+    'attack.'
+  )
+  names = outcomes.threats
+  alone = outcomes.unique_kills()
+  numbers = [
+    [name, str(count), str(only)]
+    for name, count, only in zip(names, fooled, alone, strict=True)
+  ]
+  as_text = [
+    [name, *(f'{share:.0f}' for share in row)]
+    for name, row in zip(names, shares, strict=True)
+  ]
+  heat_map = page.heat_map(names, names, shares.tolist(), caption=caption)
+  return [
+    table(['threat', 'images fooled', 'by it alone'], numbers),
+    Part(heat_map, f'{caption}\n\n{markdown_table(["", *names], as_text)}'),
+  ]
+
+
+def training_parts(run: Run) -> list[Part]:
+  """Weights and losses over the outer steps, and which threat was trained."""
+  if not run.outer:
+    return [text('There are no metrics.')]
+  names = list(run.outer[0]['weight'])
+
+  def series(field: str):
+    return {
+      name: [(row['outer_step'], row[field][name]) for row in run.outer]
+      for name in names
+    }
+
+  last = run.outer[-1]
+  parts = [
+    table(
+      ['threat', 'last weight', 'last validation loss'],
+      [
+        [
+          name,
+          f'{last["weight"][name]:.3f}',
+          f'{last["validation_loss"][name]:.3f}',
+        ]
+        for name in names
+      ],
+    ),
+    picture(
+      page.line_chart(series('weight'), 'outer step', 'share'), 'Weights'
+    ),
+    picture(
+      page.line_chart(series('validation_loss'), 'outer step', 'loss'),
+      'Validation losses',
+    ),
+  ]
+  chosen = [
+    (str(row['outer_step']), dict.fromkeys(names, 0)) for row in run.outer
+  ]
+  for row in run.trained:
+    t = next(
+      (i for i, o in enumerate(run.outer) if row['step'] <= o['step']), None
+    )
+    if t is not None:
+      for name, count in row['chosen'].items():
+        chosen[t][1][name] += count
+  if any(sum(counts.values()) for _, counts in chosen):
+    shares = page.stacked_shares(chosen, 'outer step')
+    parts.append(picture(shares, 'Which threat was trained when'))
+  return parts
+
+
+def restart_chart(outcomes: Outcomes) -> Part:
+  """What each further start has gained."""
+  stood = [outcomes.correct_after(s) for s in range(1, outcomes.restarts + 1)]
+  series = {
+    name: [(s, 100 * c[i].mean()) for s, c in enumerate(stood, start=1)]
+    for i, name in enumerate(outcomes.threats)
+  }
+  series['union'] = [
+    (s, 100 * c.all(axis=0).mean()) for s, c in enumerate(stood, start=1)
+  ]
+  chart = page.line_chart(series, 'starts', 'accuracy, %')
+  return picture(chart, 'Accuracy after so many starts')
+
+
+def cost_table(merged: Sequence[Run]) -> Part:
+  """Of training, by run."""
+  rows = []
+  for run in merged:
+    last = run.outer[-1] if run.outer else {}
+    spent = (o.gradient_evaluations()[0] for o in run.evaluations.values())
+    rows.append(
+      [
+        f'{method_title(run.method)}, seed {run.config.seed}',
+        f'{last.get("gradient_evaluations", 0):,}',
+        format_duration(last.get('seconds', 0)),
+        f'{sum(spent):,}',
+      ]
+    )
+  return table(
+    ['run', 'gradient evaluations', 'training time', 'of the evaluation'],
+    rows,
+    'One gradient evaluation is one image once forward and back. Validation is '
+    'inside training.',
+  )
+
+
+def picture_parts(outcomes: Outcomes) -> list[Part]:
+  """Figure 1: images, what the threats made of them, and the difference."""
+  rows = []
+  for i, image in enumerate(outcomes.images):
+    clean = image.astype(np.float32) / 255
+    label = int(outcomes.labels[i])
+    seen = int(outcomes.logits[i].argmax())
+    attacked = [(page.picture(image), f'{label}, seen as {seen}')]
+    difference = [('', '')]
+    for k, adversarial in enumerate(outcomes.adversarial[:, i]):
+      delta = adversarial - clean
+      attacked.append(
+        (
+          page.picture(_to_bytes(adversarial)),
+          f'seen as {outcomes.predicted[k, i]}',
+        )
+      )
+      difference.append(
+        (
+          page.picture(
+            _to_bytes(0.5 + delta / max(1e-6, 2 * np.abs(delta).max()))
+          ),
+          f'l∞ {np.abs(delta).max():.3f}',
+        )
+      )
+    rows += [(f'image {outcomes.ids[i]}', attacked), ('difference', difference)]
+  return [
+    text(
+      'Each test image, and what each threat made of it. Below, the '
+      'difference, magnified until its largest entry is black or white (grey '
+      'is none), and its l∞ distance in pixels: an image that is near in the '
+      'DCT may be far in pixels.'
+    ),
+    picture(page.picture_grid(['image', *outcomes.threats], rows)),
+  ]
+
+
+def _to_bytes(image: np.ndarray) -> np.ndarray:
+  return np.round(255 * np.clip(image, 0, 1)).astype(np.uint8)
+
+
+# ------------------------------------------------------------------------ main
+
+_OUTPUT = flags.DEFINE_string(
+  'output',
+  None,
+  'Folder of the report; the workdir for one run, runs/report for several.',
+)
+_SETTINGS = flags.DEFINE_string(
+  'settings',
+  '',
+  'Which evaluation to show, as its files are called: restarts=20. The one the '
+  'run was made with by default.',
+)
+
+
+def main(argv: list[str]) -> None:
+  """Reports on the runs that are named."""
+  if not argv:
+    raise UserError('Name the workdir of a run, or of several.')
+  settings = f'-{_SETTINGS.value}' if _SETTINGS.value else ''
+  merged = [runs.load(workdir, settings) for workdir in argv]
+  default = merged[0].workdir if len(merged) == 1 else 'runs/report'
+  write(merged, _OUTPUT.value or default, print)
+
+
+if __name__ == '__main__':
+  command_line.run(main)

@@ -1,5 +1,6 @@
 """The jitted functions of a run: a step of training, a step of evaluation."""
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -54,12 +55,8 @@ def make_train_step(
     if augment:
       images = datasets.augment(augment_key, images, batch.ids)
     if attacked:
-
-      def logits_fn(images):  # BatchNorm by its running statistics.
-        return model.apply(state.variables, images, train=False)
-
       images = switch(
-        logits_fn,
+        _logits_fn(model, (state.variables,)),
         index,
         attack_key,
         images,
@@ -86,14 +83,10 @@ def make_train_step(
   return jax.jit(train_step, donate_argnums=0)
 
 
-def make_eval_step(
+def make_validation_step(
   *, model: nn.Module, threats: Sequence[attacks.Threat], key: Array
 ):
-  """Makes `eval_step(members, index, batch, scale) -> (losses, correct)`.
-
-  Both results are per example, [B]. `members` is a tuple of variables: one
-  network, or several whose mean softmax is attacked as one. Index k, one past
-  the threats, leaves the images as they are.
+  """Makes `validation_step(variables, index, batch, scale) -> losses [B]`.
 
   Args:
     model: a linen module.
@@ -103,31 +96,91 @@ def make_eval_step(
   switch = attacks.make_switch(threats)
 
   @jax.jit
-  def eval_step(
-    members: tuple[Any, ...], index: Array, batch: Batch, scale: Array
-  ):
-    def member_fn(variables):
-      return lambda images: model.apply(variables, images, train=False)
+  def validation_step(
+    variables: Any, index: Array, batch: Batch, scale: Array
+  ) -> Array:
+    logits_fn = _logits_fn(model, (variables,))
+    images, labels, ids = _to_float(batch.images), batch.labels, batch.ids
+    found = switch(logits_fn, index, key, images, labels, ids, scale=scale)
+    return losses.cross_entropy(logits_fn(found), labels)
 
-    member_fns = [member_fn(variables) for variables in members]
-    if len(members) == 1:
-      logits_fn = member_fns[0]
-    else:
-      logits_fn = averaging.ensemble(member_fns)
+  return validation_step
 
-    def attacked(images):
-      labels, ids = batch.labels, batch.ids
-      return switch(logits_fn, index, key, images, labels, ids, scale=scale)
 
-    images = _to_float(batch.images)
-    images = jax.lax.cond(
-      index < len(threats), attacked, lambda images: images, images
+class Attacked(NamedTuple):
+  """What became of a batch, per example, [B].
+
+  Attributes:
+    images: the adversarial images, [B, H, W, C].
+    predicted: what the network takes them for.
+    loss: their cross entropy.
+    norm: of the perturbation in the threat's own space, before the last clip.
+    norm_clipped: the same after the clip to [0, 1].
+    stuck: whether the attack's last gradient was zero.
+  """
+
+  images: Array
+  predicted: Array
+  loss: Array
+  norm: Array
+  norm_clipped: Array
+  stuck: Array
+
+
+def make_attack_step(
+  *, model: nn.Module, threats: Sequence[attacks.Threat], key: Array
+):
+  """Makes `attack_step(members, index, start, batch) -> Attacked`.
+
+  `members` is a tuple of variables: one network, or several whose mean softmax
+  is attacked as one. `start` is the number of the random start.
+
+  Args:
+    model: a linen module.
+    threats: the k losses.
+    key: all randomness is folded in from it, the start and the examples' ids.
+  """
+  switch = attacks.make_switch(threats, details=True)
+  distances = [functools.partial(attacks.distance, t) for t in threats]
+
+  @jax.jit
+  def attack_step(
+    members: tuple[Any, ...], index: Array, start: Array, batch: Batch
+  ) -> Attacked:
+    logits_fn = _logits_fn(model, members)
+    images, labels, ids = _to_float(batch.images), batch.labels, batch.ids
+    found = switch(logits_fn, index, key, images, labels, ids, start=start)
+    logits = logits_fn(found.images)
+    return Attacked(
+      images=found.images,
+      predicted=logits.argmax(-1),
+      loss=losses.cross_entropy(logits, labels),
+      norm=jax.lax.switch(index, distances, images, found.unclipped),
+      norm_clipped=jax.lax.switch(index, distances, images, found.images),
+      stuck=found.stuck,
     )
-    logits = logits_fn(images)
-    correct = logits.argmax(-1) == batch.labels
-    return losses.cross_entropy(logits, batch.labels), correct
 
-  return eval_step
+  return attack_step
+
+
+def make_logits_step(*, model: nn.Module):
+  """Makes `logits_step(members, images) -> logits [B, K]`; nothing attacks."""
+
+  @jax.jit
+  def logits_step(members: tuple[Any, ...], images: Array) -> Array:
+    return _logits_fn(model, members)(_to_float(images))
+
+  return logits_step
+
+
+def _logits_fn(model: nn.Module, members: tuple[Any, ...]):
+  """One network, or the ensemble of several; BatchNorm by its statistics."""
+
+  def member_fn(variables):
+    return lambda images: model.apply(variables, images, train=False)
+
+  member_fns = [member_fn(variables) for variables in members]
+  return member_fns[0] if len(members) == 1 else averaging.ensemble(member_fns)
 
 
 def _to_float(images: Array) -> Array:

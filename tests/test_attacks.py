@@ -116,8 +116,9 @@ def test_returns_images_and_keeps_the_pixel_ball_when_it_clips():
 
 @EACH_OF_SIX
 def test_stays_in_its_ball_before_the_clip(threat):
-  attack = attacks.make_attack(threat, restarts=2, clipped=False)
-  found = run(attack, curved, KEY, IMAGES, LABELS)
+  switch = attacks.make_switch([threat], details=True)
+  found = jax.jit(functools.partial(switch, curved, 0))(KEY, IMAGES, LABELS)
+  found = found.unclipped
   assert ((found < 0) | (found > 1)).any()
   length = length_in_ball(threat, IMAGES, found)
   assert (length <= threat.eps * (1 + 1e-5)).all()
@@ -556,7 +557,7 @@ GOOD = {'space': 'dct', 'norm': 'l2', 'eps': 0.3, 'steps': 10}
     ('percentile', 100.0, r'\[0, 100\)'),
     ('percentile', -1, r'\[0, 100\)'),
     ('random_start', 1, 'True or False'),
-    ('clip', 'never', "'end' or 'step'"),
+    ('clip', 'never', "'end', 'step' or 'strict'"),
     ('loss', 'mse', "'ce' or 'margin'"),
   ],
 )

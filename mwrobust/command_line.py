@@ -1,0 +1,109 @@
+"""What the programs share: the config flag, and errors told in one line."""
+
+import functools
+import os
+import pathlib
+import sys
+from collections.abc import Callable
+
+import jax
+import ml_collections
+from absl import app, flags, logging
+from ml_collections import config_flags
+
+from mwrobust import config as config_lib
+from mwrobust.errors import UserError
+from mwrobust.interruption import Interrupted
+
+CONFIGS = pathlib.Path(__file__).parents[1] / 'configs'
+
+
+def define_config(text: str) -> flags.FlagHolder[ml_collections.ConfigDict]:
+  """Defines `--config` and all of `--config.field`."""
+  return config_flags.DEFINE_config_file(
+    'config',
+    None,
+    text,
+    # model.options may get fields; `config.check_field` refuses all others.
+    lock_config=False,
+    accept_new_attributes=True,
+  )
+
+
+def config_name() -> str:
+  """`'mnist-cnn'` for `--config=configs/mnist.py:cnn`."""
+  path, _, variants = config_flags.get_config_filename(
+    flags.FLAGS['config']
+  ).rpartition('.py')
+  words = [pathlib.Path(path).name, *variants.strip(':').split(',')]
+  return '-'.join(filter(None, words))
+
+
+def run(
+  main: Callable[[list[str]], None],
+  default_config: Callable[[dict[str, str]], str] | None = None,
+) -> None:
+  """Runs a program; what its user can mend is told in a line.
+
+  Args:
+    main: gets what is no flag; reads its flags itself.
+    default_config: from the flags that are given, the config file to take if
+      that is none of them; None for a program without a config.
+  """
+  app.run(
+    functools.partial(call, main),
+    flags_parser=functools.partial(_parse, default_config),
+  )
+
+
+def call(main: Callable[[list[str]], None], argv: list[str]) -> None:
+  """Calls main with what is no flag."""
+  logging.set_verbosity(logging.WARNING)
+  if not jax.config.jax_compilation_cache_dir:  # A restart compiles nothing.
+    home = os.environ.get('XDG_CACHE_HOME') or pathlib.Path.home() / '.cache'
+    cache = pathlib.Path(home, 'mwrobust', 'jax')
+    jax.config.update('jax_compilation_cache_dir', str(cache))
+  try:
+    main(argv[1:])
+  except UserError as error:
+    sys.exit(f'mwrobust: {error}')
+  except Interrupted as interrupted:
+    print(f'\n{interrupted} Run the same command again to go on.')
+    sys.exit(128 + interrupted.signum)
+  except KeyboardInterrupt:
+    print('\nStopped at once. Run the same command again to go on.')
+    sys.exit(130)
+
+
+def _given_flags(argv: list[str]) -> dict[str, str]:
+  """What `--name=value` and `--name value` say, before absl has parsed them."""
+  given = {}
+  for arg, following in zip(argv, [*argv[1:], ''], strict=True):
+    if arg.startswith('-'):
+      name, equals, value = arg.lstrip('-').partition('=')
+      given[name] = value if equals else following
+  return given
+
+
+def no_arguments(argv: list[str]) -> None:
+  """Refuses words that are no flags."""
+  if argv:
+    raise app.UsageError(f'Unknown arguments: {" ".join(argv)}')
+
+
+def _parse(
+  default_config: Callable[[dict[str, str]], str] | None, argv: list[str]
+) -> list[str]:
+  given = _given_flags(argv[1:])
+  try:
+    for word in given:
+      if word.startswith('config.'):
+        config_lib.check_field(word.removeprefix('config.'))
+    if default_config and 'config' not in given:
+      argv = [argv[0], f'--config={default_config(given)}', *argv[1:]]
+    rest = app.parse_flags_with_usage(argv)
+    if default_config:
+      _ = flags.FLAGS.config.preset  # What could not be read says so now.
+    return rest
+  except (UserError, OSError, AttributeError) as error:
+    sys.exit(f'mwrobust: {error}')

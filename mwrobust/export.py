@@ -1,0 +1,85 @@
+"""A trained network as two files that need nothing of ours to be read.
+
+python -m mwrobust.main --mode=export --workdir=RUN
+
+RUN/export/model.safetensors   the parameters, averaged over the last h
+RUN/export/model.json          the model card: config, data, measured figures
+"""
+
+import hashlib
+import json
+import pathlib
+from collections.abc import Callable
+
+import jax
+import ml_collections
+import numpy as np
+import safetensors.numpy
+
+from mwrobust import config as config_lib
+from mwrobust import evaluate, metrics, runs
+from mwrobust.errors import UserError
+from mwrobust.job import prepare, refuse_another_run
+
+
+def export(
+  config: ml_collections.ConfigDict,
+  workdir: str,
+  say: Callable[[str], None] = print,
+) -> None:
+  """Writes the network that the run's algorithm returns, and its model card.
+
+  Args:
+    config: that of the run.
+    workdir: of the run.
+    say: told what was written.
+  """
+  config_lib.validate(config)
+  refuse_another_run(pathlib.Path(workdir), config)
+  if config.algorithm == 'ensemble':
+    raise UserError(
+      "algorithm = 'ensemble' returns many networks, and an export holds one: "
+      "train with algorithm = 'scalable'."
+    )
+  run = runs.load(workdir)
+  job = prepare(config)
+  network = next(
+    network
+    for network in evaluate.networks(job, run.workdir, say)
+    if network.is_output
+  )
+  (variables,) = network.members
+  outcomes = run.evaluations[network.name]
+  card = {
+    'network': network.name,
+    'outer_steps': network.outer_steps,
+    'preset': config.preset,
+    'config': json.loads(config.to_json()),
+    'input': {
+      'shape': job.data.test.images.shape[1:],
+      'range': [0, 1],
+      'mean': job.data.mean,
+      'std': job.data.std,
+    },
+    'accuracies': outcomes.accuracies(),
+    'test_images': len(outcomes.labels),
+    'starts': outcomes.restarts,
+    'data_sha256': {
+      name: {
+        part: hashlib.sha256(np.ascontiguousarray(array)).hexdigest()
+        for part, array in getattr(job.data, name)._asdict().items()
+      }
+      for name in ('train', 'validation', 'test')
+    },
+  }
+  folder = run.workdir / 'export'
+  tensors = {
+    jax.tree_util.keystr(path, simple=True, separator='/'): np.asarray(leaf)
+    for path, leaf in jax.tree_util.tree_leaves_with_path(variables)
+  }
+  metrics.write_bytes(
+    folder / 'model.safetensors', safetensors.numpy.save(tensors)
+  )
+  metrics.write_json(folder / 'model.json', card)
+  for name in ('model.safetensors', 'model.json'):
+    say(str(folder / name))

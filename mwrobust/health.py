@@ -1,0 +1,143 @@
+"""Whether the attacks were strong enough to be believed.
+
+A robust accuracy is an upper bound: a better attack could lower it. So the
+first examples are attacked once more in other ways, and what is known to hide
+weak attacks is looked for. Every check is computed from saved outcomes.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from mwrobust.attacks import Threat
+from mwrobust.outcomes import Outcomes
+
+POINTS = 0.5  # What a stronger attack may gain before it is worth a warning.
+
+
+class Check(NamedTuple):
+  """One thing that was looked at.
+
+  Attributes:
+    name: what it is about.
+    passed: whether all is well.
+    finding: what was seen, in a sentence.
+  """
+
+  name: str
+  passed: bool
+  finding: str
+
+
+def probes(threats: Sequence[Threat]) -> tuple[Threat, ...]:
+  """The same threats climbing the margin, then with twice the steps."""
+  margin = (dataclasses.replace(t, loss='margin') for t in threats)
+  longer = (dataclasses.replace(t, steps=2 * t.steps) for t in threats)
+  return *margin, *longer
+
+
+def checks(outcomes: Outcomes, probed: Outcomes | None) -> list[Check]:
+  """Looks at an evaluation.
+
+  Args:
+    outcomes: the evaluation.
+    probed: what one more start, then `probes`, did to the survivors among its
+      first examples, a row per threat and way; None if that was not done.
+  """
+  found = [
+    _zero_gradients(outcomes),
+    _logits(outcomes),
+    _deterministic(outcomes),
+    _norm(outcomes),
+  ]
+  if outcomes.restarts > 1:
+    found.append(_restarts(outcomes))
+  if probed is not None:
+    k, count = len(outcomes.threats), len(probed.labels)
+    before = outcomes.correct[:, :count]
+    after = probed.correct.reshape(3, k, count)
+    for name, correct in zip(
+      ('one more start', 'margin loss', 'twice the steps'), after, strict=True
+    ):
+      found.append(_gain(name, outcomes.threats, before, correct))
+  return found
+
+
+def _zero_gradients(outcomes: Outcomes) -> Check:
+  # A fooled network has a gradient; it is those that stand who may hide one.
+  stuck = (outcomes.stuck & outcomes.correct).mean(axis=1)
+  worst = int(stuck.argmax())
+  return Check(
+    'zero gradients',
+    bool(100 * stuck[worst] <= POINTS),
+    f'{100 * stuck[worst]:.1f} % of the examples stand while their gradient is '
+    f'exactly zero, at most, under {outcomes.threats[worst]}',
+  )
+
+
+def _logits(outcomes: Outcomes) -> Check:
+  logits = outcomes.logits
+  sums = logits.sum(axis=1)
+  probabilities = (logits >= 0).all() and np.allclose(sums, 1, atol=1e-3)
+  return Check(
+    'logits',
+    not probabilities,
+    'the network returns probabilities, not logits: the attacks climb a '
+    'softmax of a softmax'
+    if probabilities
+    else f'they range from {logits.min():.3g} to {logits.max():.3g}',
+  )
+
+
+def _deterministic(outcomes: Outcomes) -> Check:
+  again = outcomes.logits_again
+  first = outcomes.logits[: len(again)]
+  scale = max(1.0, float(np.abs(first).max()))
+  difference = float(np.abs(again - first).max())
+  return Check(
+    'deterministic',
+    difference <= 1e-3 * scale,
+    f'the logits of {len(again)} examples, seen again in another order, differ '
+    f'by {difference:.2g} at most',
+  )
+
+
+def _norm(outcomes: Outcomes) -> Check:
+  ratio = (outcomes.norm / outcomes.eps[:, None]).max(axis=1)
+  worst = int(ratio.argmax())
+  return Check(
+    'inside the ball',
+    bool(ratio[worst] <= 1 + 1e-3),
+    f'before the clip the largest norm is {ratio[worst]:.4f} eps, '
+    f'{outcomes.threats[worst]}',
+  )
+
+
+def _restarts(outcomes: Outcomes) -> Check:
+  half = outcomes.restarts // 2
+  return _gain(
+    f'starts {half + 1} to {outcomes.restarts}',
+    outcomes.threats,
+    outcomes.correct_after(half),
+    outcomes.correct,
+  )
+
+
+def _gain(
+  name: str, threats: Sequence[str], before: np.ndarray, after: np.ndarray
+) -> Check:
+  """Whether `after`, which attacked what stood `before`, is much lower."""
+  gains = 100 * np.append(
+    before.mean(axis=1) - after.mean(axis=1),
+    before.all(axis=0).mean() - after.all(axis=0).mean(),
+  )
+  worst = int(gains.argmax())
+  return Check(
+    name,
+    bool(gains[worst] <= POINTS),
+    f'lowers the accuracy by {gains[worst]:.1f} points at most, '
+    f'{(*threats, "union")[worst]}, and the union by {gains[-1]:.1f}, on '
+    f'{before.shape[1]} examples',
+  )

@@ -1,0 +1,53 @@
+"""SIGTERM and Ctrl-C, heard at the next safe moment."""
+
+import contextlib
+import signal
+import threading
+from collections.abc import Iterator
+
+
+class Interrupted(Exception):  # noqa: N818
+  """A signal came; what was under way has been saved."""
+
+  def __init__(self, signum: int):
+    super().__init__(f'Interrupted by {signal.Signals(signum).name}.')
+    self.signum = signum
+
+
+class Stop:
+  """Whether a signal to stop has come."""
+
+  signum: int | None = None
+
+  def check(self) -> None:
+    """Raises Interrupted if one has."""
+    if self.signum is not None:
+      raise Interrupted(self.signum)
+
+
+@contextlib.contextmanager
+def stop_signals() -> Iterator[Stop]:
+  """Lets SIGTERM and Ctrl-C wait for the next safe moment; the second not."""
+  stop = Stop()
+  if threading.current_thread() is not threading.main_thread():
+    yield stop  # Only the main thread hears signals.
+    return
+
+  numbers = signal.SIGTERM, signal.SIGINT
+  before = {number: signal.getsignal(number) for number in numbers}
+
+  def restore():
+    for number, handler in before.items():
+      signal.signal(number, handler)
+
+  def handle(signum, frame):
+    del frame
+    stop.signum = signum
+    restore()
+
+  for number in numbers:
+    signal.signal(number, handle)
+  try:
+    yield stop
+  finally:
+    restore()

@@ -1,0 +1,195 @@
+"""What a config says, as things to call."""
+
+import functools
+import json
+import pathlib
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import ml_collections
+
+from mwrobust import attacks, datasets, models
+from mwrobust import config as config_lib
+from mwrobust import state as state_lib
+from mwrobust import steps as steps_lib
+from mwrobust.errors import UserError
+from mwrobust.policies import Policy
+from mwrobust.state import TrainState
+
+# What may differ between two calls on one workdir: it does not change training.
+FREE_FIELDS = (
+  *('eval.examples', 'eval.pgd_steps', 'eval.slide_steps', 'eval.percentile'),
+  *('eval.restarts', 'eval.recalibrate', 'eval.strict'),
+  *('eval.health_examples', 'train.log_every'),
+)
+
+
+class Job(NamedTuple):
+  """What a config says, as things to call."""
+
+  config: ml_collections.ConfigDict
+  data: datasets.Dataset
+  model: Any
+  threats: tuple[attacks.Threat, ...]
+  policy: Policy
+  learning_rate: Callable[[int], float]
+  radius_scale: Callable[[int], float]
+  init: Callable[[], TrainState]
+  choose: Callable[[Any, jax.Array], jax.Array]
+  train_step: Callable
+  validation_step: Callable
+  steps_per_epoch: int  # Whole mini batches in the training data.
+  steps: int  # Mini batches in all.
+
+  @property
+  def names(self) -> tuple[str, ...]:
+    """Of the threats."""
+    return tuple(threat.name for threat in self.threats)
+
+  @property
+  def steps_per_outer_step(self) -> int:
+    """Mini batches between two updates of the weights."""
+    return self.config.train.r * self.steps_per_epoch
+
+
+def prepare(config: ml_collections.ConfigDict) -> Job:
+  """Loads the data and makes the functions of a run."""
+  data = _load_data(config)
+  threats = config_lib.make_threats(config, 'train')
+  policy = config_lib.make_policy(config)
+  model = models.create(
+    config.model.name,
+    num_classes=data.num_classes,
+    mean=data.mean,
+    std=data.std,
+    **config.model.options,
+  )
+  image_shape = data.train.images.shape[1:]
+  try:
+    images = jax.ShapeDtypeStruct((1, *image_shape), jnp.float32)
+    jax.eval_shape(
+      functools.partial(model.init, train=False), jax.random.key(0), images
+    )
+  except (TypeError, ValueError, ArithmeticError) as error:
+    raise UserError(
+      f'model.options = {config.model.options.to_dict()} do not make a '
+      f'{config.model.name} for images {image_shape}: {error}'
+    ) from error
+  steps_per_epoch = len(data.train.labels) // config.train.batch_size
+  steps = config.train.T * config.train.r * steps_per_epoch
+  optimizer, learning_rate = state_lib.make_optimizer(
+    config.optimizer, steps_per_epoch, steps
+  )
+  ramp_steps = max(1.0, config.train.ramp * steps)
+  key = jax.random.key(config.seed)
+  init_key, train_key, choice_key, validation_key = jax.random.split(key, 4)
+
+  def radius_scale(step):
+    return jnp.minimum(1.0, (step + 1) / ramp_steps)
+
+  @jax.jit
+  def choose(policy_state, steps):
+    keys = jax.vmap(jax.random.fold_in, (None, 0))(choice_key, steps)
+    choose_each = jax.vmap(policy.choose, (None, 0, 0))
+    return choose_each(policy_state, steps, keys)
+
+  return Job(
+    config=config,
+    data=data,
+    model=model,
+    threats=threats,
+    policy=policy,
+    learning_rate=learning_rate,
+    radius_scale=radius_scale,
+    init=lambda: state_lib.create(
+      init_key, model, image_shape, optimizer, policy
+    ),
+    choose=choose,
+    train_step=steps_lib.make_train_step(
+      model=model,
+      threats=threats,
+      key=train_key,
+      radius_scale=radius_scale,
+      augment=config.data.augment,
+      attacked=policy.attacks,
+    ),
+    validation_step=steps_lib.make_validation_step(
+      model=model, threats=threats, key=validation_key
+    ),
+    steps_per_epoch=steps_per_epoch,
+    steps=steps,
+  )
+
+
+def training_batch(job: Job, step: int) -> steps_lib.Batch:
+  """The mini batch of a step."""
+  images, labels = job.data.train
+  rows = datasets.batch_indices(
+    job.config.seed, step, len(labels), job.config.train.batch_size
+  )
+  return steps_lib.Batch(images[rows], labels[rows], rows)
+
+
+def _load_data(config: ml_collections.ConfigDict) -> datasets.Dataset:
+  data = datasets.load(
+    config.data.name,
+    directory=config.data.dir,
+    validation=config.data.validation,
+    seed=config.seed,
+  )
+  for name, field, count in (
+    ('train', 'data.train_examples', config.data.train_examples),
+    (
+      'validation',
+      'train.validation_examples',
+      config.train.validation_examples,
+    ),
+    ('test', 'eval.examples', config.eval.examples),
+  ):
+    images, labels = getattr(data, name)
+    if count > len(labels):
+      raise UserError(
+        f'{field} = {count} is more than the {len(labels)} there are: lower '
+        'it, or set 0 for all.'
+      )
+    if count:
+      first = datasets.Split(images[:count], labels[:count])
+      data = data._replace(**{name: first})
+  if config.train.batch_size > len(data.train.labels):
+    raise UserError(
+      f'train.batch_size = {config.train.batch_size} is more than the '
+      f'{len(data.train.labels)} training examples: lower it.'
+    )
+  return data
+
+
+def refuse_another_run(
+  workdir: pathlib.Path, config: ml_collections.ConfigDict
+) -> None:
+  """Raises a UserError if the workdir has a run of another config."""
+  path = workdir / 'config.json'
+  try:
+    theirs = json.loads(path.read_text())
+    theirs = config_lib.flatten(theirs)
+  except (FileNotFoundError, NotADirectoryError):
+    return
+  except (OSError, ValueError, AttributeError) as error:
+    raise UserError(
+      f'{path} is no config ({error}): choose another --workdir, or mend it.'
+    ) from error
+  ours = config_lib.flatten(json.loads(config.to_json()))
+  differing = [
+    f'  {field}: {theirs.get(field)!r} there, {ours.get(field)!r} here'
+    for field in sorted(ours | theirs)
+    if theirs.get(field) != ours.get(field)
+    and field not in FREE_FIELDS
+    # The raw files may have moved; tensorflow-datasets has another order.
+    and not (field == 'data.dir' and theirs[field] and ours[field])
+  ]
+  if differing:
+    raise UserError(
+      '\n'.join([f'{workdir} holds a run of another config:', *differing])
+      + '\nChoose another --workdir, or give the same config.'
+    )

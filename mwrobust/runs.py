@@ -1,0 +1,147 @@
+"""What a finished run has left in its workdir, read back."""
+
+import json
+import pathlib
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import ml_collections
+
+from mwrobust import config as config_lib
+from mwrobust.errors import UserError
+from mwrobust.outcomes import Outcomes
+
+
+class Run(NamedTuple):
+  """A run.
+
+  Attributes:
+    workdir: where it is.
+    config: what it was made with.
+    settings: how its evaluation differs from that, such as `'-restarts=20'`.
+    trained: the rows of metrics of its log intervals.
+    outer: those of its outer steps.
+    evaluations: by the network they are of.
+    probes: the attacks of the health checks, for some of these.
+  """
+
+  workdir: pathlib.Path
+  config: ml_collections.ConfigDict
+  settings: str
+  trained: list[dict[str, Any]]
+  outer: list[dict[str, Any]]
+  evaluations: dict[str, Outcomes]
+  probes: dict[str, Outcomes]
+
+  @property
+  def method(self) -> str:
+    """The policy, with its threat if that is the only one."""
+    policy = self.config.policy
+    return f'single {policy.threat}' if policy.name == 'single' else policy.name
+
+  @property
+  def output(self) -> str:
+    """The network that the algorithm returns: `'h=3 average'`, ..."""
+    if self.config.algorithm == 'ensemble':
+      return f'h={self.config.train.T} ensemble'
+    h = self.config.train.h
+    return f'h={h} average' if h > 1 else 'h=1'
+
+
+def load(workdir: str | pathlib.Path, settings: str = '') -> Run:
+  """Reads a run that has been evaluated.
+
+  Args:
+    workdir: of the run.
+    settings: of the evaluation to read: `''` for the run's own, or what its
+      files are called, such as `'-restarts=20'`.
+  """
+  workdir = pathlib.Path(workdir)
+  config = config_lib.load(workdir)
+  evaluations, probes = {}, {}
+  files = sorted((workdir / 'eval').glob('*.npz'))
+  for path in files:
+    name, dash, theirs = path.stem.removesuffix('_health').partition('-')
+    if dash + theirs != settings:
+      continue
+    found = probes if path.stem.endswith('_health') else evaluations
+    outcomes = Outcomes.load(path)
+    if outcomes.complete:
+      found[name.replace('_', ' ')] = outcomes
+  if not evaluations:
+    known = sorted({path.stem.partition('-')[2] for path in files} - {''})
+    others = f' It has those with {", ".join(known)}.' if known else ''
+    raise UserError(
+      f'{workdir} has no evaluation{f" with {settings[1:]}" * bool(settings)}: '
+      f'type python -m mwrobust.main --mode=eval --workdir={workdir}.{others}'
+    )
+  rows = read_metrics(workdir)
+  return Run(
+    workdir=workdir,
+    config=config,
+    settings=settings,
+    trained=[row for row in rows if row['kind'] == 'train'],
+    outer=[row for row in rows if row['kind'] == 'outer'],
+    evaluations=evaluations,
+    probes=probes,
+  )
+
+
+def read_metrics(workdir: pathlib.Path) -> list[dict[str, Any]]:
+  """The rows of metrics.jsonl, as far as they are written."""
+  path = workdir / 'metrics.jsonl'
+  if not path.exists():
+    return []
+  # A last line without its end is being written at this moment.
+  lines = path.read_text().splitlines(keepends=True)
+  return [json.loads(line) for line in lines if line.endswith('\n')]
+
+
+_MAY_DIFFER = ('seed', 'data.dir', 'train.log_every', 'eval.')
+
+
+def check_mergeable(runs: Sequence[Run]) -> None:
+  """Raises a UserError if a table over these runs would mislead."""
+  first_of = {}
+  for other in runs:
+    # The seeds of one method share its policy to the letter; methods do not.
+    first = first_of.setdefault(other.method, other)
+    may_differ = _MAY_DIFFER
+    if first is other:
+      first, may_differ = runs[0], (*_MAY_DIFFER, 'policy.')
+    ours, theirs = map(config_lib.flatten, (first.config, other.config))
+    differing = [
+      f'  {field}: {ours.get(field)!r} and {theirs.get(field)!r}'
+      for field in sorted(ours | theirs)
+      if ours.get(field) != theirs.get(field)
+      and not field.startswith(may_differ)
+    ]
+    differing += [
+      f'  the evaluation, {what}: {here} and {there}'
+      for what, here, there in zip(
+        ('images', 'starts', 'steps'),
+        _protocol(first),
+        _protocol(other),
+        strict=True,
+      )
+      if here != there
+    ]
+    if differing:
+      raise UserError(
+        f'{first.workdir} and {other.workdir} cannot be merged, they differ '
+        'in\n' + '\n'.join(differing)
+      )
+  seen = {}
+  for run in runs:
+    key = run.method, run.config.seed
+    if key in seen:
+      raise UserError(
+        f'{seen[key]} and {run.workdir} are both {run.method} with seed '
+        f'{run.config.seed}: it would count twice. Leave one out.'
+      )
+    seen[key] = run.workdir
+
+
+def _protocol(run: Run) -> tuple[int, int, list[int]]:
+  outcomes = next(iter(run.evaluations.values()))
+  return len(outcomes.labels), outcomes.restarts, outcomes.steps.tolist()
