@@ -18,6 +18,7 @@ from absl import app, flags, logging
 from benchmarks import timing
 from mwrobust import attacks, losses, train
 from mwrobust import config as config_lib
+from mwrobust.job import Job, prepare
 from mwrobust.report import markdown_table
 
 _OUTER_STEPS = flags.DEFINE_integer('outer_steps', 4, 'Of each policy.')
@@ -31,7 +32,7 @@ POLICIES = {
 }
 
 
-def make_job(policy: str, threat: str, outer_steps: int) -> train.Job:
+def make_job(policy: str, threat: str, outer_steps: int) -> Job:
   """The quickstart's schedule with the full MNIST CNN."""
   config = config_lib.preset('paper', 'mnist')
   config.data.name = 'mnist5k'
@@ -41,10 +42,10 @@ def make_job(policy: str, threat: str, outer_steps: int) -> train.Job:
   config.policy.threat = threat
   config.train.T = outer_steps
   config.train.ramp = 0.6
-  return train.prepare(config)
+  return prepare(config)
 
 
-def run_outer_step(job: train.Job, state, t: int):
+def run_outer_step(job: Job, state, t: int):
   """What `train.train` does in outer step t, without logs and checkpoints."""
   first = t * job.steps_per_outer_step
   gradients = 0
@@ -57,7 +58,7 @@ def run_outer_step(job: train.Job, state, t: int):
   return update(job, state, first + job.steps_per_outer_step), gradients
 
 
-def update(job: train.Job, state, step: int):
+def update(job: Job, state, step: int):
   """The validation, and the policy's update."""
   found = train.validation_losses(job, state, step, lambda: None)
   return state.replace(policy=job.policy.update(state.policy, found))

@@ -162,7 +162,7 @@ def _load(checkpointer, step: int, like: TrainState) -> TrainState:
   with _quiet():
     theirs = _shapes(checkpointer.metadata(step).metadata)
     ours = _shapes(like)
-    names = ours.keys() | theirs.keys()
+    names = ours.keys() | theirs.keys() if theirs else ()  # Or it is damaged.
     # The parameters first: a user knows those.
     for leaf in sorted(names, key=lambda n: (not n.startswith('params'), n)):
       there, here = theirs.get(leaf, 'not'), ours.get(leaf, 'not')

@@ -1,6 +1,7 @@
 import errno
 import os
 import pathlib
+import re
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +10,7 @@ import optax
 import pytest
 
 from mwrobust import models, policies, state
-from mwrobust.checkpoints import Checkpoints
+from mwrobust.checkpoints import Checkpoints, last
 from mwrobust.errors import UserError
 
 POLICY = policies.multiplicative_weights(6, 0.1)
@@ -63,21 +64,58 @@ def test_what_is_restored_is_what_was_saved_to_the_bit(start, open_in):
   assert_same(open_in().restore(start, print), after(start, 1))
 
 
-def test_the_last_h_are_kept_oldest_first(start, open_in):
+def test_the_last_h_are_kept_oldest_first(start, open_in, tmp_path):
   checkpoints = open_in(keep=3)
   for t in range(1, 6):
     checkpoints.save(after(start, t))
-  for found, t in zip(open_in().last(3, start), (3, 4, 5), strict=True):
+  for found, t in zip(last(tmp_path, 3, start), (3, 4, 5), strict=True):
     assert_same(found, after(start, t))
   with pytest.raises(UserError, match=r'outer steps \[3, 4, 5\], but 4 are'):
-    open_in().last(4, start)
+    last(tmp_path, 4, start)
 
 
-def test_all_are_kept_for_the_ensemble(start, open_in):
+def test_reading_leaves_a_save_that_is_under_way_alone(
+  start, open_in, tmp_path
+):
+  open_in().save(after(start, 1))
+  half = tmp_path / 'checkpoints' / '2.orbax-checkpoint-tmp'
+  half.mkdir()
+  assert_same(last(tmp_path, 1, start)[0], after(start, 1))
+  assert half.is_dir()
+
+
+def test_no_checkpoints_are_told_and_not_made(start, tmp_path):
+  with pytest.raises(UserError, match=r'nothing has no checkpoints: train'):
+    last(tmp_path / 'nothing', 1, start)
+  assert not (tmp_path / 'nothing').exists()
+
+
+def test_another_network_is_told_by_leaf_and_shapes(start, open_in, tmp_path):
+  open_in().save(after(start, 1))
+  params = jax.tree.map(lambda x: x, start.params)
+  name = sorted(params)[0]
+  leaf = sorted(params[name])[0]
+  shape = params[name][leaf].shape
+  params[name][leaf] = jnp.zeros((7, *shape))
+  other = start.replace(params=params)
+  expected = re.escape(
+    f'params/{name}/{leaf} is {shape} there, {(7, *shape)} here'
+  )
+  for read in (
+    lambda: last(tmp_path, 1, other),
+    lambda: open_in().restore(other, print),
+  ):
+    with pytest.raises(UserError, match=expected):
+      read()
+  # It is not broken, and nobody has put it aside.
+  assert_same(open_in().restore(start, print), after(start, 1))
+
+
+def test_all_are_kept_for_the_ensemble(start, open_in, tmp_path):
   checkpoints = open_in(keep=None)
   for t in range(1, 6):
     checkpoints.save(after(start, t))
-  assert len(open_in(None).last(5, start)) == 5
+  assert len(last(tmp_path, 5, start)) == 5
 
 
 def test_the_furthest_state_is_restored(start, open_in):
@@ -122,7 +160,7 @@ def test_two_damaged_are_made_again(start, open_in, tmp_path):
   assert_same(checkpoints.restore(start, print), after(start, 1))
   for t in (2, 3):
     checkpoints.save(after(start, t))
-  for found, t in zip(open_in().last(3, start), (1, 2, 3), strict=True):
+  for found, t in zip(last(tmp_path, 3, start), (1, 2, 3), strict=True):
     assert_same(found, after(start, t))
 
 

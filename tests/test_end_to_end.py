@@ -13,9 +13,8 @@ import jax
 import numpy as np
 import pytest
 
+from mwrobust import checkpoints, command_line, evaluate, main, train
 from mwrobust import config as config_lib
-from mwrobust import evaluate, main, train
-from mwrobust.checkpoints import Checkpoints
 from mwrobust.errors import UserError
 
 ROOT = pathlib.Path(__file__).parent.parent
@@ -33,6 +32,7 @@ TINY = {
   'eval.batch_size': 20,
   'eval.pgd_steps': 2,
   'eval.slide_steps': 2,
+  'eval.health_examples': 10,
 }
 STEPS = 18
 SIX = ('pixel_linf', 'pixel_l2', 'pixel_l1', 'dct_linf', 'dct_l2', 'dct_l1')
@@ -68,9 +68,7 @@ def job():
 
 
 def final_state(workdir):
-  checkpoints = Checkpoints(pathlib.Path(workdir), keep=2)
-  state = checkpoints.restore(job().init(), print)
-  checkpoints.close()
+  (state,) = checkpoints.last(pathlib.Path(workdir), 1, job().init())
   return state
 
 
@@ -90,7 +88,7 @@ sys.path.insert(0, sys.argv[1])
 point, where, workdir = sys.argv[2], int(sys.argv[3]), sys.argv[4]
 
 import tests.conftest
-from mwrobust import evaluate, main, train
+from mwrobust import command_line, evaluate, main, train
 from tests.test_end_to_end import tiny
 
 def send(number):
@@ -105,27 +103,26 @@ if point in ('train', 'stop', 'ctrl-c'):
       send(number)
   train._Log.trained = dying
 elif point in ('validate', 'stop-validate'):
-  mean_losses = evaluate.mean_losses
-  def dying(*args, pause, **kwargs):
+  validation_losses = train.validation_losses
+  def dying(job, state, step, pause):
     calls.append(None)
     def pause_and_die():
       pause()
       if len(calls) == where:
         send(9 if point == 'validate' else 15)
-    return mean_losses(*args, pause=pause_and_die, **kwargs)
+    return validation_losses(job, state, step, pause_and_die)
   calls = []
-  evaluate.mean_losses = dying
-elif point == 'stop-evaluate':
-  evaluate_ = evaluate.evaluate
-  def stopping(*args, pause):
-    def pause_and_stop():
-      pause()
-      calls.append(None)
-      if len(calls) == where:
-        send(15)
-    return evaluate_(*args, pause=pause_and_stop)
+  train.validation_losses = dying
+elif point in ('evaluate', 'stop-evaluate'):
+  evaluate.SECONDS_BETWEEN_SAVES = 0
+  record = evaluate.Outcomes.record
+  def dying(*args):
+    record(*args)
+    calls.append(None)
+    if len(calls) == where:
+      send(9 if point == 'evaluate' else 15)
   calls = []
-  evaluate.evaluate = stopping
+  evaluate.Outcomes.record = dying
 elif point == 'before-save':
   train.Checkpoints.save = lambda *args: send(9)
 elif point == 'save':
@@ -142,7 +139,8 @@ elif point == 'disk':
 
 main._CONFIG = type('Flag', (), {'value': tiny()})
 main._WORKDIR = type('Flag', (), {'value': workdir})
-main.main(['main'])
+main._MODE = type('Flag', (), {'value': 'train'})
+command_line.call(main.main, ['main'])
 """
 
 
@@ -176,9 +174,11 @@ def test_the_main_job_ends_with_a_table_and_leaves_its_results(undisturbed):
   workdir, result = undisturbed
   for word in (*SIX, 'min', 'union', 'natural', 'h=1', 'h=2'):
     assert word in result.stdout
-  for name in ('report.md', 'checkpoints', 'metrics.jsonl', 'tensorboard'):
+  for name in ('report.md', 'report.html'):
     assert str(workdir / name) in result.stdout
     assert (workdir / name).exists()
+  for name in ('h=1', 'h=2_average', 'h=2_average_health', 'h=2_ensemble'):
+    assert (workdir / 'eval' / f'{name}.npz').exists()
   assert 'step 18/18  100%' in result.stderr
   assert '\r' not in result.stderr  # Plain lines in a log file.
   assert 'Traceback' not in result.stderr
@@ -219,7 +219,7 @@ def test_a_finished_run_is_not_run_again(undisturbed):
   result = run_child('none', 0, workdir)
   assert result.returncode == 0
   assert 'already' in result.stdout
-  assert result.stdout.count('Already evaluated') == 2
+  assert result.stdout.count('Already evaluated') == 4
   assert '| union' in result.stdout
   assert (workdir / 'metrics.jsonl').read_bytes() == before
 
@@ -278,15 +278,28 @@ def test_a_signal_saves_and_says_how_to_go_on(
   assert_same_state(workdir, expected)
 
 
-def test_a_signal_during_the_evaluation_costs_one_column(tmp_path):
+def test_an_evaluation_goes_on_from_the_batch_it_was_killed_in(
+  undisturbed, tmp_path
+):
+  expected, _ = undisturbed
   workdir = tmp_path / 'run'
-  result = run_child('stop-evaluate', 16, workdir)
-  assert result.returncode == 143, result.stderr
-  assert status_of(workdir) == {'status': 'interrupted'}
+  # Of 2 batches a threat, in the first network, in the probes, in the second.
+  for point, where in (('evaluate', 5), ('stop-evaluate', 12), ('evaluate', 9)):
+    result = run_child(point, where, workdir)
+    code = 143 if point == 'stop-evaluate' else -signal.SIGKILL
+    assert result.returncode == code, result.stderr
+  assert 'interrupted.' in result.stdout  # It went on from there.
   result = run_child('none', 0, workdir)
   assert result.returncode == 0, result.stderr
-  assert result.stdout.count('Already evaluated') == 1
-  assert result.stdout.count('Evaluating h=2') == 1
+  files = sorted(path.name for path in (expected / 'eval').iterdir())
+  assert sorted(path.name for path in (workdir / 'eval').iterdir()) == files
+  for name in files:
+    ours, theirs = (
+      vars(evaluate.Outcomes.load(run / 'eval' / name))
+      for run in (workdir, expected)
+    )
+    for field, value in theirs.items():
+      np.testing.assert_array_equal(ours[field], value, err_msg=field)
 
 
 def test_a_disk_that_fills_up_is_told_and_costs_nothing(undisturbed, tmp_path):
@@ -321,39 +334,36 @@ def test_another_config_is_refused_with_the_differing_fields(undisturbed):
   assert (workdir / 'config.json').read_bytes() == before
 
 
-@pytest.fixture
-def evaluated(monkeypatch):
-  """The variables of each network that is evaluated."""
-  members = []
-  evaluate_ = evaluate.evaluate
-
-  def recording(eval_step, networks, *args, **kwargs):
-    members.append(networks)
-    return evaluate_(eval_step, networks, *args, **kwargs)
-
-  monkeypatch.setattr(evaluate, 'evaluate', recording)
-  return members
-
-
-def test_evaluation_may_be_changed_later_and_keeps_the_old_one(
-  undisturbed, evaluated
-):
+def test_evaluation_may_be_changed_later_and_keeps_the_old_one(undisturbed):
   workdir, _ = undisturbed
   before = set(os.listdir(workdir / 'eval'))
   evaluations, _ = run(tiny(**{'eval.examples': 10}), workdir)
   assert evaluations['h=1'].correct.shape == (6, 10)
+  new = set(os.listdir(workdir / 'eval')) - before
+  assert 'h=2_ensemble-examples=10.npz' in new
   assert before < set(os.listdir(workdir / 'eval'))
-  # The last parameters, and the average of the last two.
-  (last,), (mean,) = evaluated
-  checkpoints = Checkpoints(workdir, keep=2)
-  two = [state.params for state in checkpoints.last(2, job().init())]
-  checkpoints.close()
-  for found, older, newer in zip(
-    jax.tree.leaves(mean['params']), *map(jax.tree.leaves, two), strict=True
+
+
+def test_the_networks_of_a_run(undisturbed):
+  workdir, _ = undisturbed
+  last, average, ensemble = evaluate.networks(job(), workdir, print)
+  older, newer = (
+    state.params for state in checkpoints.last(workdir, 2, job().init())
+  )
+  assert [n.name for n in (last, average, ensemble)] == [
+    *('h=1', 'h=2 average', 'h=2 ensemble')
+  ]
+  assert [n.outer_steps for n in (last, average)] == [(3,), (2, 3)]
+  assert [n.is_output for n in (last, average, ensemble)] == [0, 1, 0]
+  equal = functools.partial(jax.tree.map, np.testing.assert_array_equal)
+  equal(last.members[0]['params'], newer)
+  equal([member['params'] for member in ensemble.members], [older, newer])
+  for found, a, b in zip(
+    *map(jax.tree.leaves, (average.members[0]['params'], older, newer)),
+    strict=True,
   ):
-    assert (older != newer).any()
-    np.testing.assert_allclose(found, (older + newer) / 2, rtol=1e-6)
-  jax.tree.map(np.testing.assert_array_equal, last['params'], two[-1])
+    assert (a != b).any()
+    np.testing.assert_allclose(found, (a + b) / 2, rtol=1e-6)
 
 
 def test_a_damaged_evaluation_is_done_again(undisturbed):
@@ -363,7 +373,7 @@ def test_a_damaged_evaluation_is_done_again(undisturbed):
   newest = max((workdir / 'eval').iterdir(), key=os.path.getmtime)
   os.truncate(newest, 40)
   evaluations, told = run(config, workdir)
-  assert any('evaluating again' in text for text in told)
+  assert any('Evaluating again' in text for text in told)
   assert evaluations['h=1'].natural.shape == (5,)
 
 
@@ -405,27 +415,29 @@ def test_every_policy_trains(policy, changes, tmp_path):
 
 def test_validation_sees_the_radii_that_training_sees(tmp_path, monkeypatch):
   scales = []
-  mean_losses = evaluate.mean_losses
+  prepare = train.prepare
 
-  def recording(*args, scale, **kwargs):
-    scales.append(float(scale))
-    return mean_losses(*args, scale=scale, **kwargs)
+  def recording(config):
+    prepared = prepare(config)
 
-  monkeypatch.setattr(evaluate, 'mean_losses', recording)
+    def validation_step(variables, index, batch, scale):
+      scales.append(float(scale))
+      return prepared.validation_step(variables, index, batch, scale)
+
+    return prepared._replace(validation_step=validation_step)
+
+  monkeypatch.setattr(train, 'prepare', recording)
   run(tiny(), tmp_path / 'ramp')
-  assert scales == pytest.approx([6 / 9, 1, 1])
+  # Six threats on two batches.
+  assert scales == pytest.approx([6 / 9] * 12 + [1] * 24)
 
 
-def test_the_ensemble_of_all_outer_steps(tmp_path, evaluated):
+def test_the_ensemble_of_all_outer_steps(tmp_path):
   config = tiny(algorithm='ensemble')
   evaluations, _ = run(config, tmp_path / 'ensemble')
-  assert list(evaluations) == ['h=1', 'ensemble of 3']
-  first, *_ = members = evaluated[1]
-  assert len(members) == 3
-  assert (
-    first['params']['Dense_0']['kernel']
-    != members[-1]['params']['Dense_0']['kernel']
-  ).any()
+  assert list(evaluations) == ['h=1', 'h=3 ensemble']
+  settings = evaluations['h=3 ensemble'].settings
+  assert settings['outer_steps'] == [1, 2, 3]
   assert len(os.listdir(tmp_path / 'ensemble' / 'checkpoints')) == 3
 
 
@@ -440,8 +452,17 @@ def test_batch_norm_augmentation_and_sgd(tmp_path):
     }
   )
   config.model.options = {'depth': 8, 'width': 4}
+  config.eval.recalibrate = True
   evaluations, _ = run(config, tmp_path / 'resnet')
-  assert evaluations['h=2'].correct.shape == (6, 30)
+  average, again = evaluations['h=2 average'], evaluations['h=2 recalibrated']
+  assert average.correct.shape == (6, 30)
+  assert (average.logits != again.logits).any()
+
+
+def test_recalibration_needs_statistics(undisturbed):
+  workdir, _ = undisturbed
+  with pytest.raises(UserError, match='cnn has no BatchNorm: leave it False'):
+    run(tiny(**{'eval.recalibrate': True}), workdir)
 
 
 def test_a_loss_that_is_not_finite_ends_the_run(tmp_path, monkeypatch, capsys):
@@ -456,8 +477,9 @@ def test_a_loss_that_is_not_finite_ends_the_run(tmp_path, monkeypatch, capsys):
   monkeypatch.setattr(
     main, '_WORKDIR', types.SimpleNamespace(value=str(workdir))
   )
+  monkeypatch.setattr(main, '_MODE', types.SimpleNamespace(value='train'))
   with pytest.raises(SystemExit) as exit_:
-    main.main(['main'])
+    command_line.call(main.main, ['main'])
   assert 'loss is not finite between steps 8 and 12' in exit_.value.code
   assert status_of(workdir) == {'status': 'diverged'}
   assert os.listdir(workdir / 'checkpoints') == ['1']

@@ -127,25 +127,41 @@ def test_augmentation_is_that_of_the_data_set():
   np.testing.assert_allclose(loss, expected, rtol=1e-4)
 
 
-def test_evaluation_attacks_or_not_and_leaves_the_state_alone():
-  now, _ = make()
-  eval_step = steps.make_eval_step(model=Network(), threats=THREATS, key=KEY)
+def test_validation_and_evaluation_attack_alike():
+  variables = make()[0].variables
+  options = {'model': Network(), 'threats': THREATS, 'key': KEY}
+  validation_step = steps.make_validation_step(**options)
+  attack_step = steps.make_attack_step(**options)
+  logits_step = steps.make_logits_step(model=Network())
+
   images = BATCH.images.astype(np.float32) / 255
-  variables = now.variables
   natural = Network().apply(variables, images, train=False)
-  losses, correct = eval_step((variables,), jnp.int32(6), BATCH, 1.0)
-  expected = optax.softmax_cross_entropy_with_integer_labels(
-    natural, BATCH.labels
-  )
-  np.testing.assert_allclose(losses, expected, rtol=1e-5)
-  assert (correct == (natural.argmax(-1) == BATCH.labels)).all()
-  for index in range(6):
-    attacked, _ = eval_step((variables,), jnp.int32(index), BATCH, 1.0)
-    assert attacked.mean() > losses.mean()
-  # Two equal members are one network.
-  both, _ = eval_step((variables, variables), jnp.int32(0), BATCH, 1.0)
-  alone, _ = eval_step((variables,), jnp.int32(0), BATCH, 1.0)
-  np.testing.assert_allclose(both, alone, rtol=1e-4, atol=1e-5)
+  found = logits_step((variables,), BATCH.images)
+  np.testing.assert_allclose(found, natural, rtol=1e-5, atol=1e-6)
+  loss = optax.softmax_cross_entropy_with_integer_labels
+  unattacked = loss(natural, BATCH.labels)
+
+  for index, threat in enumerate(THREATS):
+    index, start = jnp.int32(index), jnp.int32(0)
+    losses = validation_step(variables, index, BATCH, 1.0)
+    attacked = attack_step((variables,), index, start, BATCH)
+    np.testing.assert_allclose(losses, attacked.loss, rtol=1e-5)
+    assert losses.mean() > unattacked.mean()
+    # What it says of the images is true of the images.
+    logits = Network().apply(variables, attacked.images, train=False)
+    assert (attacked.predicted == logits.argmax(-1)).all()
+    np.testing.assert_allclose(
+      attacked.loss, loss(logits, BATCH.labels), rtol=1e-4
+    )
+    norm = attacks.distance(threat, images, attacked.images)
+    np.testing.assert_allclose(attacked.norm_clipped, norm, rtol=1e-4)
+    assert (attacked.norm <= threat.eps * (1 + 1e-4)).all()
+    assert not attacked.stuck.any()
+    other = attack_step((variables,), index, jnp.int32(1), BATCH)
+    assert (other.images != attacked.images).any()
+    # Two equal members are one network.
+    both = attack_step((variables, variables), index, start, BATCH)
+    np.testing.assert_allclose(both.loss, attacked.loss, rtol=1e-3, atol=1e-4)
 
 
 def optimizer_config(**changes):
