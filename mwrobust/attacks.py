@@ -243,6 +243,8 @@ def distance(threat: Threat, images: Array, perturbed: Array) -> Array:
 
 # ------------------------------------------------------------------ one climb
 
+_ROUNDS = 10  # Of alternating projections. On linear models, more gain nothing.
+
 
 def _make_climb(threats: tuple[Threat, ...]):
   """Makes the loop that every attack is: gradient, geometry, and again.
@@ -259,9 +261,9 @@ def _make_climb(threats: tuple[Threat, ...]):
     np.array([threat.eps for threat in threats], np.float32),
     np.array([_step_size(threat) for threat in threats], np.float32),
     np.array([threat.random_start for threat in threats]),
-    np.array([threat.clip == 'strict' for threat in threats]),
+    np.array([_ROUNDS * _alternates(t) for t in threats], np.int32),
   )
-  any_strict = any(threat.clip == 'strict' for threat in threats)
+  any_alternates = any(map(_alternates, threats))
 
   def climb(logits_fn, index, key, images, labels, ids, scale) -> Found:
     maps, map_column, balls, ball_column = _geometries(threats, images)
@@ -270,7 +272,7 @@ def _make_climb(threats: tuple[Threat, ...]):
       column[index] if isinstance(index, int) else jnp.asarray(column)[index]
       for column in columns
     )
-    steps, eps, step_size, random_start, strict = data
+    steps, eps, step_size, random_start, rounds = data
     eps, step_size = eps * scale, step_size * scale
 
     def in_space(function, *args):  # For each example, in the threat's space.
@@ -295,32 +297,31 @@ def _make_climb(threats: tuple[Threat, ...]):
     delta = jnp.where(random_start, delta, jnp.zeros_like(centre))
 
     def place(delta):
-      placed = in_space(_Map.place, centre, delta)
-      return alternate(placed) if any_strict else placed
+      if any_alternates:
+        delta = into_ball_and_cube(delta)
+      return in_space(_Map.place, centre, delta)
 
-    # ---- strict: between the ball and [0, 1], until the image is in both
-    def excess(delta):  # 1 on the border of the ball.
+    def into_ball_and_cube(delta):
+      """The nearest perturbation that is in the ball and whose image is valid.
+
+      Dykstra's alternating projections; what they leave over is shrunk away:
+      both sets are convex, and the image itself is in both.
+      """
+
+      def project(_, state):
+        delta, ball_rest, cube_rest = state
+        inside = in_ball(
+          lambda ball, delta: ball.project(delta, eps), delta + ball_rest
+        )
+        ball_rest += delta - inside
+        clipped, _ = in_space(_Map.place, centre, inside + cube_rest)
+        return clipped, ball_rest, cube_rest + inside - clipped
+
+      zero = jnp.zeros_like(delta)
+      delta = lax.fori_loop(0, rounds, project, (delta, zero, zero))[0]
       length = in_ball(lambda ball, delta: ball.length(delta), delta)
-      return length / jnp.maximum(eps, _TINY)
-
-    def alternate(placed):
-      def project(state):
-        (delta, images), round_ = state
-        back = in_ball(lambda ball, delta: ball.project(delta, eps), delta)
-        moved = in_space(_Map.place, centre, back)
-        again = excess(delta) > _NEARLY  # Each example by itself.
-        return _where(again, moved, (delta, images)), round_ + 1
-
-      def goes_on(state):
-        (delta, _), round_ = state
-        return strict & (round_ < _ROUNDS) & jnp.any(excess(delta) > _NEARLY)
-
-      (delta, images), _ = lax.while_loop(goes_on, project, (placed, 0))
-      # Both sets are convex and the image itself is in both: what is still
-      # missing is on the way to it.
-      shrunk = delta / jnp.maximum(1, excess(delta))[:, None]
-      shrunk = in_space(_Map.place, centre, shrunk)
-      return _where(strict & (excess(delta) > 1), shrunk, (delta, images))
+      too_long = (rounds > 0) & (length > eps)
+      return jnp.where(too_long, eps / length, 1)[:, None] * delta
 
     # ---- the steps: up the gradient in the space, back into the ball
     def step(_, state):
@@ -341,27 +342,18 @@ def _make_climb(threats: tuple[Threat, ...]):
   return climb
 
 
-# Alternating projections: rounds at most, and how near the ball is near enough
-# to go the rest towards the image.
-_ROUNDS = 30
-_NEARLY = 1.01
-_TINY = 1e-30
-
-
-def _where(mask: Array, new, old):
-  """By example, in every array of a tree."""
-  return jax.tree.map(
-    lambda a, b: jnp.where(jnp.expand_dims(mask, range(1, a.ndim)), a, b),
-    new,
-    old,
-  )
-
-
 def _distinct(values) -> tuple[list, np.ndarray]:
   """The distinct values, and for each value its place among them."""
   values = list(values)
   distinct = list(dict.fromkeys(values))
   return distinct, np.array([distinct.index(v) for v in values], np.int32)
+
+
+def _alternates(threat: Threat) -> bool:
+  """Whether a clip may lead out of the ball; in pixels it never does."""
+  return (
+    threat.clip == 'strict' and spaces.get(threat.space) is not spaces.PIXEL
+  )
 
 
 def _step_size(threat: Threat) -> float:
@@ -430,6 +422,7 @@ class _Ball:
 
   norm: norms.Norm
   percentile: float
+  euclidean: bool
   size: int
   padded: int
 
@@ -439,8 +432,12 @@ class _Ball:
 
   def step(self, delta, gradient, eps, step_size):
     delta, gradient = delta[: self.size], gradient[: self.size]
-    delta += step_size * self.norm.ascend(gradient, self.percentile)
-    return _pad(self.norm.project(delta, eps), self.padded)
+    step = step_size * self.norm.ascend(gradient, self.percentile)
+    if self.euclidean:
+      # The steepest step of the ball alone runs into the cube. As far along
+      # the gradient itself, projected, climbs wherever both leave room.
+      step = norms.L2.length(step) * norms.L2.ascend(gradient, 0.0)
+    return _pad(self.norm.project(delta + step, eps), self.padded)
 
   def project(self, delta, eps):
     return _pad(self.norm.project(delta[: self.size], eps), self.padded)
@@ -460,7 +457,13 @@ def _geometries(threats: tuple[Threat, ...], images: Array):
     for threat, space, shape in zip(threats, the_spaces, shapes, strict=True)
   )
   balls, ball_column = _distinct(
-    _Ball(norms.get(threat.norm), threat.percentile, size, max(sizes))
+    _Ball(
+      norms.get(threat.norm),
+      threat.percentile,
+      _alternates(threat),
+      size,
+      max(sizes),
+    )
     for threat, size in zip(threats, sizes, strict=True)
   )
   return maps, map_column, balls, ball_column

@@ -74,9 +74,10 @@ def evaluate(
   suffix = changed_settings(config, workdir)
   evaluations = {}
   for reading, threats in readings.items():
+    probed = config.eval.health_examples and not reading
     attack_step = make_attack_step(
       model=job.model,
-      threats=[*threats, *health.probes(threats)],
+      threats=[*threats, *(health.probes(threats) if probed else ())],
       key=jax.random.key(config.seed),
     )
     for network in networks(job, workdir, say):
@@ -88,7 +89,7 @@ def evaluate(
       plan = [(index, 0) for index in range(len(threats))]
       outcomes = _fill(outcomes, plan, attack, job, name, path, check_stop, say)
       evaluations[name] = outcomes
-      if network.is_output and not reading and config.eval.health_examples:
+      if network.is_output and probed:
         path = path.with_stem(f'{path.stem}_health')
         probes, plan = _begin_probes(outcomes, threats, config)
         name += ', health'

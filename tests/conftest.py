@@ -37,6 +37,18 @@ def digits():
 
 
 @pytest.fixture(scope='session')
+def tiny_run(tmp_path_factory):
+  """The workdir of a finished tiny run; copy it before you change it."""
+  from tiny_run import tiny
+
+  from mwrobust import train
+
+  workdir = tmp_path_factory.mktemp('tiny') / 'run'
+  train.train_and_evaluate(tiny(), str(workdir), lambda text: None)
+  return workdir
+
+
+@pytest.fixture(scope='session')
 def trained(digits):
   """Logits of a small CNN, trained as usual on the digits."""
   from mwrobust import losses, models

@@ -8,6 +8,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import scipy.fft
+import scipy.optimize
 from flax import nnx
 
 from mwrobust import attacks, losses, norms, spaces
@@ -644,3 +646,131 @@ def test_bad_restarts_threats_and_phase_are_refused():
     attacks.make_attack('pixel_linf')
   with pytest.raises(ValueError, match=r"phase='test'.*'train'"):
     attacks.six_threats(0.3, 1.0, 5.0, phase='test')
+
+
+# ------------------------------------------------------------ the strict clip
+
+
+def strict(threats, steps=None):
+  return [
+    dataclasses.replace(t, clip='strict', steps=steps or t.steps)
+    for t in threats
+  ]
+
+
+def test_strict_ends_in_the_ball_and_in_the_cube_at_once():
+  for scale in (0.4, 1.0):
+    threats = strict(SIX)
+    images = (IMAGES > 0.5).astype(np.float32)  # Where clipping hurts most.
+    switch = jax.jit(
+      functools.partial(attacks.make_switch(threats, details=True), curved)
+    )
+    for index, threat in enumerate(threats):
+      found = switch(jnp.int32(index), KEY, images, LABELS, scale=scale)
+      np.testing.assert_allclose(found.images, found.unclipped, atol=1e-6)
+      length = length_in_ball(threat, images, found.images)
+      assert (length <= scale * threat.eps * (1 + 1e-4)).all(), threat
+      assert (length > scale * threat.eps * 0.5).all(), threat
+      before, after = (
+        losses.cross_entropy(curved(x), LABELS) for x in (images, found.images)
+      )
+      assert after.mean() > before.mean(), threat
+
+
+def test_strict_does_not_depend_on_the_batch():
+  images = (IMAGES > 0.5).astype(np.float32)
+  ids = np.arange(6, dtype=np.int32)
+  together = run_each(strict(SIX), curved, images, LABELS, ids)
+  alone = run_each(strict(SIX), curved, images[2:3], LABELS[2:3], ids[2:3])
+  for ours, theirs in zip(together, alone, strict=True):
+    np.testing.assert_allclose(ours[2:3], theirs, atol=1e-5)
+
+
+@pytest.mark.parametrize('norm', ['linf', 'l1'])
+def test_strict_finds_the_optimum_of_a_linear_program(norm):
+  """On a linear model: the most that ball and cube allow, by SciPy's solver."""
+  images = (IMAGES > 0.5).astype(np.float32)
+  threat = attacks.Threat(
+    space='dct', norm=norm, eps={'linf': 0.3, 'l1': 4.0}[norm], steps=100,
+    clip='strict', percentile=80.0, random_start=False,
+    step_size={'linf': 0.02, 'l1': 0.3}[norm],
+  )  # fmt: skip
+  slope = WEIGHTS[:, :1] @ np.array([[1.0, -1.0]], np.float32)
+  labels = np.ones(6, np.int32)  # The loss rises with image @ WEIGHTS[:, 0].
+  found = run(
+    attacks.make_attack(threat), functools.partial(linear, weights=slope), KEY,
+    images, labels,
+  )  # fmt: skip
+  basis = scipy.fft.dctn(
+    np.eye(64).reshape(64, 8, 8), axes=(1, 2), norm='ortho'
+  ).reshape(64, 64).T  # fmt: skip
+  for image, adversarial in zip(
+    images.reshape(6, 64), np.asarray(found).reshape(6, 64), strict=True
+  ):
+    best = _best_in_ball_and_cube(WEIGHTS[:, 0], image, basis, norm, threat.eps)
+    gained = WEIGHTS[:, 0] @ (adversarial - image)
+    assert gained <= best * (1 + 1e-3)
+    assert gained >= best * 0.95
+
+
+def _best_in_ball_and_cube(slope, image, basis, norm, eps):
+  """max slope @ d, |basis @ d| <= eps in the norm and 0 <= x + d <= 1."""
+  cube = list(zip(-image, 1 - image, strict=True))
+  if norm == 'linf':
+    matrix, limits = np.vstack([basis, -basis]), np.full(128, eps)
+    result = scipy.optimize.linprog(-slope, matrix, limits, bounds=cube)
+  else:  # With |basis @ d| <= t, entry by entry, and sum t <= eps.
+    eye, none = np.eye(64), np.zeros((1, 64))
+    matrix = np.block([[basis, -eye], [-basis, -eye], [none, none + 1]])
+    limits = np.append(np.zeros(128), eps)
+    costs = np.append(-slope, np.zeros(64))
+    bounds = [*cube, *[(0, None)] * 64]
+    result = scipy.optimize.linprog(costs, matrix, limits, bounds=bounds)
+  assert result.success
+  return -result.fun
+
+
+# ---------------------------------------------------------------- the details
+
+
+def test_a_start_of_the_switch_is_a_restart_of_the_attack():
+  switch = attacks.make_switch(SIX)
+  for index in (0, 5):
+    found = [
+      jax.jit(functools.partial(switch, curved, index))(
+        KEY, IMAGES, LABELS, start=start
+      )
+      for start in range(3)
+    ]
+    loss = np.array(
+      [losses.cross_entropy(curved(images), LABELS) for images in found]
+    )
+    assert len(np.unique(loss[:, 0])) == 3
+    best = run(
+      attacks.make_attack(SIX[index], restarts=3), curved, KEY, IMAGES, LABELS
+    )
+    np.testing.assert_allclose(
+      losses.cross_entropy(curved(best), LABELS), loss.max(axis=0), rtol=1e-5
+    )
+
+
+def test_an_attack_that_does_not_move_says_so():
+  def half_flat(images):  # The first three examples have no gradient.
+    moves = (jnp.arange(len(images)) >= 3)[:, None]
+    return curved(jnp.where(moves[..., None, None], images, 0.5))
+
+  switch = attacks.make_switch(SIX, details=True)
+  for index in range(6):
+    found = jax.jit(functools.partial(switch, half_flat, index))(
+      KEY, IMAGES, LABELS
+    )
+    assert found.stuck.tolist() == [True] * 3 + [False] * 3
+
+
+@EACH_OF_SIX
+def test_distance_is_the_norm_in_the_space(threat):
+  other = IMAGES[::-1]
+  expected = length_in_ball(threat, IMAGES, other)
+  np.testing.assert_allclose(
+    attacks.distance(threat, IMAGES, other), expected, rtol=1e-5
+  )

@@ -12,45 +12,14 @@ import types
 import jax
 import numpy as np
 import pytest
+from tiny_run import tiny
 
 from mwrobust import checkpoints, command_line, evaluate, main, train
-from mwrobust import config as config_lib
 from mwrobust.errors import UserError
 
 ROOT = pathlib.Path(__file__).parent.parent
-TINY = {
-  'data.train_examples': 120,
-  'train.batch_size': 20,
-  'train.T': 3,
-  'train.h': 2,
-  'train.r': 1,
-  'train.log_every': 4,
-  'train.validation_examples': 30,
-  'train.pgd_steps': 2,
-  'train.slide_steps': 2,
-  'eval.examples': 30,
-  'eval.batch_size': 20,
-  'eval.pgd_steps': 2,
-  'eval.slide_steps': 2,
-  'eval.health_examples': 10,
-}
 STEPS = 18
 SIX = ('pixel_linf', 'pixel_l2', 'pixel_l1', 'dct_linf', 'dct_l2', 'dct_l1')
-
-
-def tiny(**changes):
-  """The quickstart, as small as it gets."""
-  config = config_lib.preset('paper', 'mnist')
-  config.data.name = 'mnist5k'
-  config.model.name = 'cnn'
-  config.model.options.features = (2, 4)
-  config.model.options.hidden = 8
-  config.optimizer.name = 'adam'
-  config.train.ramp = 0.5
-  for field, value in (TINY | changes).items():
-    group, _, name = field.rpartition('.')
-    (config[group] if group else config)[name] = value
-  return config
 
 
 def rows_of(workdir, kind):
@@ -89,7 +58,7 @@ point, where, workdir = sys.argv[2], int(sys.argv[3]), sys.argv[4]
 
 import tests.conftest
 from mwrobust import command_line, evaluate, main, train
-from tests.test_end_to_end import tiny
+from tests.tiny_run import tiny
 
 def send(number):
   os.kill(os.getpid(), number)

@@ -1,0 +1,99 @@
+"""Each check is shown what it is there for."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+from test_outcomes import N, begin, filled
+
+from mwrobust import attacks, health
+
+
+def found(outcomes, probed=None):
+  return {check.name: check for check in health.checks(outcomes, probed)}
+
+
+def probe(outcomes, fall=()):
+  """Probes that fool the rows (way, threat, example) and nobody else."""
+  correct = np.tile(outcomes.correct, (3, 1, 1))
+  for index in fall:
+    correct[index] = False
+  return dataclasses.replace(outcomes, correct=correct.reshape(18, N))
+
+
+def test_a_healthy_evaluation_passes_everything():
+  outcomes = filled()
+  outcomes.norm[:] = 0.9 * outcomes.eps[:, None]
+  checks = found(outcomes, probe(outcomes))
+  assert all(check.passed for check in checks.values()), checks
+  assert list(checks) == [
+    *('zero gradients', 'logits', 'deterministic', 'inside the ball'),
+    *('one more start', 'margin loss', 'twice the steps'),
+  ]
+
+
+def test_zero_gradients_of_those_that_stand():
+  outcomes = filled()
+  outcomes.stuck[:] = ~outcomes.correct
+  assert found(outcomes)['zero gradients'].passed
+  outcomes.stuck[2, np.flatnonzero(outcomes.correct[2])[0]] = True
+  check = found(outcomes)['zero gradients']
+  assert not check.passed
+  assert '2.5 % of the examples stand' in check.finding
+  assert 'pixel_l1' in check.finding
+
+
+def test_probabilities_as_logits():
+  outcomes = filled()
+  softmax = np.exp(outcomes.logits)
+  outcomes.logits = softmax / softmax.sum(axis=1, keepdims=True)
+  assert not found(outcomes)['logits'].passed
+  outcomes.logits = np.log(outcomes.logits)  # Those are logits.
+  assert found(outcomes)['logits'].passed
+
+
+def test_a_randomised_network():
+  outcomes = filled()
+  outcomes.logits_again = outcomes.logits_again + np.float32(0.1)
+  assert not found(outcomes)['deterministic'].passed
+
+
+def test_a_perturbation_outside_of_its_ball():
+  outcomes = filled()
+  outcomes.norm[:] = outcomes.eps[:, None]
+  outcomes.norm[4, 7] *= 1.01
+  check = found(outcomes)['inside the ball']
+  assert not check.passed
+  assert '1.0100 eps, dct_l2' in check.finding
+
+
+@pytest.mark.parametrize(
+  ('way', 'name'),
+  [(0, 'one more start'), (1, 'margin loss'), (2, 'twice the steps')],
+)
+def test_a_stronger_attack(way, name):
+  outcomes = filled()
+  stands = np.flatnonzero(outcomes.union)[0]
+  checks = found(outcomes, probe(outcomes, [(way, 3, stands)]))
+  assert [n for n, check in checks.items() if not check.passed][-1] == name
+  assert '2.5 points at most, dct_linf' in checks[name].finding
+  assert 'union by 2.5' in checks[name].finding
+
+
+def test_restarts_that_still_help():
+  outcomes = begin(restarts=4)
+  outcomes.starts[:] = 4
+  assert found(outcomes)['starts 3 to 4'].passed
+  outcomes.correct[0, 5] = False
+  outcomes.starts[0, 5] = 2  # Fell at the second: known before.
+  assert found(outcomes)['starts 3 to 4'].passed
+  outcomes.starts[0, 5] = 3
+  assert not found(outcomes)['starts 3 to 4'].passed
+
+
+def test_the_probes_are_the_same_threats_climbing_otherwise():
+  threats = attacks.six_threats(0.1, 0.5, 2.0, phase='eval')
+  margin, longer = np.split(np.array(health.probes(threats), object), 2)
+  for threat, by_margin, by_steps in zip(threats, margin, longer, strict=True):
+    assert by_margin == dataclasses.replace(threat, loss='margin')
+    assert by_steps == dataclasses.replace(threat, steps=2 * threat.steps)

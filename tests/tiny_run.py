@@ -1,0 +1,35 @@
+"""A run of all six threats, as small as it gets."""
+
+from mwrobust import config as config_lib
+
+TINY = {
+  'data.train_examples': 120,
+  'train.batch_size': 20,
+  'train.T': 3,
+  'train.h': 2,
+  'train.r': 1,
+  'train.log_every': 4,
+  'train.validation_examples': 30,
+  'train.pgd_steps': 2,
+  'train.slide_steps': 2,
+  'eval.examples': 30,
+  'eval.batch_size': 20,
+  'eval.pgd_steps': 2,
+  'eval.slide_steps': 2,
+  'eval.health_examples': 10,
+}
+
+
+def tiny(**changes):
+  """The quickstart, as small as it gets."""
+  config = config_lib.preset('paper', 'mnist')
+  config.data.name = 'mnist5k'
+  config.model.name = 'cnn'
+  config.model.options.features = (2, 4)
+  config.model.options.hidden = 8
+  config.optimizer.name = 'adam'
+  config.train.ramp = 0.5
+  for field, value in (TINY | changes).items():
+    group, _, name = field.rpartition('.')
+    (config[group] if group else config)[name] = value
+  return config
