@@ -334,7 +334,7 @@ def _make_climb(threats: tuple[Threat, ...]):
       )
       return *place(delta), stuck
 
-    start = *place(delta), jnp.zeros(len(images), bool)
+    start = *place(delta), jnp.zeros_like(images[:, 0, 0, 0], bool)
     _, images, stuck = lax.fori_loop(0, steps, step, start)
     images = lax.stop_gradient(images)
     return Found(jnp.clip(images, 0.0, 1.0), images, stuck)
