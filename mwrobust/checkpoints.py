@@ -17,6 +17,7 @@ from typing import Any
 import jax
 from orbax.checkpoint import v1 as ocp
 
+from mwrobust import sharding
 from mwrobust.errors import UserError
 from mwrobust.state import TrainState
 
@@ -71,8 +72,11 @@ class Checkpoints:
     for checkpointer, path in unreadable:
       aside = self._workdir / 'unreadable' / f'{path.parent.name}-{path.name}'
       say(f'Going back to the one before it; it is now {aside}.')
-      aside.parent.mkdir(exist_ok=True)
-      pathlib.Path(path).rename(aside)
+      sharding.wait_for_all('all have read')
+      if sharding.is_first_process():
+        aside.parent.mkdir(exist_ok=True)
+        pathlib.Path(path).rename(aside)
+      sharding.wait_for_all('it is put aside')
       checkpointer.reload()
     return max(
       found,

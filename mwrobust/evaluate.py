@@ -20,12 +20,18 @@ import jax.numpy as jnp
 import ml_collections
 import numpy as np
 
-from mwrobust import averaging, checkpoints, datasets, health
+from mwrobust import averaging, checkpoints, datasets, health, sharding
 from mwrobust import config as config_lib
 from mwrobust.attacks import Threat
 from mwrobust.errors import UserError
 from mwrobust.interruption import stop_signals
-from mwrobust.job import Job, prepare, refuse_another_run, training_batch
+from mwrobust.job import (
+  Job,
+  make_batch,
+  prepare,
+  refuse_another_run,
+  training_batch,
+)
 from mwrobust.metrics import Progress
 from mwrobust.outcomes import Outcomes
 from mwrobust.state import TrainState
@@ -187,13 +193,14 @@ def _begin(
 ) -> Outcomes:
   """Who stands before the first attack: everyone, rightly classified or not."""
   images, labels = job.data.test
-  batch_size = job.config.eval.batch_size
-  batches = [
-    np.asarray(logits(images[rows]))[mask]
-    for rows, mask in datasets.padded_batches(len(labels), batch_size)
-  ]
-  first, mask = next(datasets.padded_batches(len(labels), batch_size))
-  again = np.asarray(logits(images[first[::-1]]))[::-1][mask]
+  batch_size = sharding.round_up(job.config.eval.batch_size)
+
+  def logits_of(rows: np.ndarray) -> np.ndarray:
+    return np.asarray(logits(make_batch(job.data.test, rows).images))
+
+  batches = list(datasets.padded_batches(len(labels), batch_size))
+  first, first_mask = batches[0]
+  again = logits_of(first[::-1])[::-1][first_mask]
   settings = {
     'data': job.data.name,
     'seed': job.config.seed,
@@ -205,7 +212,7 @@ def _begin(
     threats=threats,
     restarts=job.config.eval.restarts,
     labels=labels,
-    logits=np.concatenate(batches),
+    logits=np.concatenate([logits_of(rows)[mask] for rows, mask in batches]),
     logits_again=again,
     images=images[:PICTURES],
   )
@@ -261,7 +268,7 @@ def _fill(
     say(f'Already evaluated: {path}')
     return saved
   outcomes = saved or outcomes
-  batch_size = job.config.eval.batch_size
+  batch_size = sharding.round_up(job.config.eval.batch_size)
   passes = outcomes.restarts * len(plan)
   batches = math.ceil(len(outcomes.labels) / batch_size)
   say(
@@ -343,7 +350,7 @@ def attack_survivors(
         attacked = attack(
           jnp.int32(index),
           jnp.int32(first_start + start),
-          Batch(split.images[rows], split.labels[rows], outcomes.ids[rows]),
+          make_batch(split, rows),
         )
         attacked = jax.tree.map(lambda x, m=mask: np.asarray(x)[m], attacked)
         outcomes.record(threat, rows[mask], attacked)

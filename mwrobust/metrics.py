@@ -29,6 +29,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any, TextIO
 
+from mwrobust import sharding
 from mwrobust.errors import UserError
 
 # ---- Files ------------------------------------------------------------------
@@ -76,6 +77,8 @@ def _plain(value: Any) -> Any:
 def write_bytes(path: str | os.PathLike, data: bytes) -> None:
   """Writes a file: a reader sees the old one or the new, never half of it.
 
+  Of several processes, the first writes.
+
   Args:
     path: the file; its folder is made where it is missing.
     data: what is to be in it.
@@ -83,6 +86,8 @@ def write_bytes(path: str | os.PathLike, data: bytes) -> None:
   Raises:
     UserError: the disk is full, or the file may not be written.
   """
+  if not sharding.is_first_process():
+    return
   path = pathlib.Path(path)
   with _explained(path):
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -160,10 +165,16 @@ class Metrics:
     events = pathlib.Path(
       workdir, 'tensorboard', f'events.out.tfevents.{time.time_ns()}'
     )
-    with _explained(rows):
-      self.last_row = _drop_rows(rows, last_step, outer_step)
-    self._rows = _Log(rows, 'a')
-    self._events = RecordWriter(_Log(events, 'x'))
+    if sharding.is_first_process():
+      with _explained(rows):
+        self.last_row = _drop_rows(rows, last_step, outer_step)
+      self._rows = _Log(rows, 'a')
+      self._events = RecordWriter(_Log(events, 'x'))
+    else:
+      nowhere = pathlib.Path(os.devnull)
+      self.last_row = None
+      self._rows = _Log(nowhere, 'a')
+      self._events = RecordWriter(_Log(nowhere, 'a'))
     self._event = Event
     self._write_event(file_version='brain.Event:2')
     # TensorBoard's word for: forget what you have seen from this step on.
@@ -347,7 +358,10 @@ class Progress:
     self._start = start
     self._batch_size = batch_size
     self._log_every = log_every
-    self._stream = sys.stderr if stream is None else stream
+    if stream is None:
+      first = sharding.is_first_process()
+      stream = sys.stderr if first else open(os.devnull, 'w')  # noqa: SIM115
+    self._stream = stream
     self._clock = clock
     self._live = self._stream.isatty()
     self._first: tuple[int, float] | None = None  # (step, seconds) to time from
