@@ -126,7 +126,9 @@ def _run(workers: list[list[str]], received: list[int]) -> Worker | None:
     for i, command in enumerate(workers):
       running.append(Worker(i, command))
     while True:
-      alive = any(worker.process.poll() is None for worker in running)
+      ended = _ended(
+        running
+      )  # First: what ends from here on is seen next time.
       if len(received) > passed_on:
         passed_on = len(received)
         say(f'{signal.Signals(received[-1]).name}; waiting for the workers.')
@@ -134,11 +136,11 @@ def _run(workers: list[list[str]], received: list[int]) -> Worker | None:
         for worker in running:
           worker.process.send_signal(received[-1])
       elif not (received or failed) and (failed := _first_failed(running)):
-        say(f'{failed}{", ending the others" if alive else ""}.')
+        say(f'{failed}{"" if _ended(running) else ", ending the others"}.')
         deadline = min(deadline, time.monotonic() + GRACE)
         for worker in running:
           worker.process.terminate()
-      if not alive:
+      if ended:
         return failed or _first_failed(running)
       if time.monotonic() > deadline:
         say('Not all workers ended in time; killing them.')
@@ -148,6 +150,10 @@ def _run(workers: list[list[str]], received: list[int]) -> Worker | None:
   finally:
     for worker in running:
       worker.kill()
+
+
+def _ended(workers: list[Worker]) -> bool:
+  return all(worker.process.poll() is not None for worker in workers)
 
 
 def _first_failed(workers: list[Worker]) -> Worker | None:
