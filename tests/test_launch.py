@@ -431,7 +431,7 @@ def test_local_does_not_try_again_what_the_user_has_to_mend(capsys):
   code = launch_local("sys.exit('mwrobust: train.T = -1')", max_restarts=5)
   assert code == 1
   printed = capsys.readouterr()
-  assert '[0] mwrobust: train.T = -1' in printed.out
+  assert '] mwrobust: train.T = -1' in printed.out
   assert 'Restart' not in printed.err
 
 
