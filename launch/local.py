@@ -126,9 +126,7 @@ def _run(workers: list[list[str]], received: list[int]) -> Worker | None:
     for i, command in enumerate(workers):
       running.append(Worker(i, command))
     while True:
-      ended = _ended(
-        running
-      )  # First: what ends from here on is seen next time.
+      ended = _ended(running)  # Asked first, so that no failure goes unsaid.
       if len(received) > passed_on:
         passed_on = len(received)
         say(f'{signal.Signals(received[-1]).name}; waiting for the workers.')
