@@ -22,7 +22,7 @@ from launch import commands
 from launch.commands import option, say
 
 MAIN = (sys.executable, '-m', 'mwrobust.main')
-GRACE = 15.0  # Seconds to end in, for workers that lost one of them.
+GRACE = 5.0  # Seconds to end in, for workers that lost one of them.
 PATIENCE = 60.0  # And on Ctrl-C or SIGTERM, when a checkpoint is saved.
 
 _OUTPUT = threading.Lock()
@@ -132,7 +132,7 @@ def _run(workers: list[list[str]], received: list[int]) -> Worker | None:
         say(f'{signal.Signals(received[-1]).name}; waiting for the workers.')
         deadline = min(deadline, time.monotonic() + PATIENCE)
         for worker in running:
-          worker.process.send_signal(received[-1])
+          worker.process.terminate()  # They agree on a step, save and end.
       elif not (received or failed) and (failed := _first_failed(running)):
         say(f'{failed}{"" if _ended(running) else ", ending the others"}.')
         deadline = min(deadline, time.monotonic() + GRACE)

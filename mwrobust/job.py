@@ -169,10 +169,10 @@ def _load_data(config: ml_collections.ConfigDict) -> datasets.Dataset:
       f'train.batch_size = {config.train.batch_size} is more than the '
       f'{len(data.train.labels)} training examples: lower it.'
     )
-  if config.train.batch_size % jax.device_count():
+  if config.train.batch_size != sharding.round_up(config.train.batch_size):
     raise UserError(
       f'train.batch_size = {config.train.batch_size} cannot be shared by '
-      f'{jax.device_count()} devices: choose a multiple of that.'
+      f'{sharding.mesh().size} devices: choose a multiple of that.'
     )
   return data
 

@@ -142,8 +142,7 @@ def by_example(
 
 def round_up(batch_size: int) -> int:
   """To a number of examples that the devices can share."""
-  devices = jax.device_count()
-  return -(-batch_size // devices) * devices
+  return -(-batch_size // mesh().size) * mesh().size
 
 
 def wait_for_all(what: str) -> None:
