@@ -10,7 +10,6 @@ import dataclasses
 import functools
 import json
 import math
-import pathlib
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -19,6 +18,7 @@ import jax
 import jax.numpy as jnp
 import ml_collections
 import numpy as np
+from etils import epath
 
 from mwrobust import averaging, checkpoints, datasets, health, sharding
 from mwrobust import config as config_lib
@@ -57,14 +57,14 @@ def evaluate_run(
     The outcomes by the network they are of: `'h=1'`, `'h=3 average'`, ...
   """
   config_lib.validate(config)
-  refuse_another_run(pathlib.Path(workdir), config)
+  refuse_another_run(epath.Path(workdir), config)
   with stop_signals() as stop:
-    return evaluate(prepare(config), pathlib.Path(workdir), stop.check, say)
+    return evaluate(prepare(config), epath.Path(workdir), stop.check, say)
 
 
 def evaluate(
   job: Job,
-  workdir: pathlib.Path,
+  workdir: epath.Path,
   check_stop: Callable[[], None],
   say: Callable[[str], None],
 ) -> dict[str, Outcomes]:
@@ -104,7 +104,7 @@ def evaluate(
 
 
 def changed_settings(
-  config: ml_collections.ConfigDict, workdir: pathlib.Path
+  config: ml_collections.ConfigDict, workdir: epath.Path
 ) -> str:
   """Such as `'-restarts=20'`: how this evaluation differs from the run's own.
 
@@ -140,7 +140,7 @@ class Network(NamedTuple):
 
 
 def networks(
-  job: Job, workdir: pathlib.Path, say: Callable[[str], None]
+  job: Job, workdir: epath.Path, say: Callable[[str], None]
 ) -> Iterator[Network]:
   """The last parameters; the average and the ensemble of the last h."""
   config = job.config
@@ -247,7 +247,7 @@ def _fill(
   attack: Callable[[jax.Array, jax.Array, Batch], Any],
   job: Job,
   name: str,
-  path: pathlib.Path,
+  path: epath.Path,
   check_stop: Callable[[], None],
   say: Callable[[str], None],
 ) -> Outcomes:
@@ -303,7 +303,7 @@ def _fill(
 
 
 def _load(
-  path: pathlib.Path, like: Outcomes, say: Callable[[str], None]
+  path: epath.Path, like: Outcomes, say: Callable[[str], None]
 ) -> Outcomes | None:
   """What was saved of the same evaluation, whole or in part."""
   if not path.exists():

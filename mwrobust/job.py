@@ -2,7 +2,6 @@
 
 import functools
 import json
-import pathlib
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -10,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import ml_collections
 import numpy as np
+from etils import epath
 
 from mwrobust import attacks, datasets, models, sharding
 from mwrobust import config as config_lib
@@ -178,7 +178,7 @@ def _load_data(config: ml_collections.ConfigDict) -> datasets.Dataset:
 
 
 def refuse_another_run(
-  workdir: pathlib.Path, config: ml_collections.ConfigDict
+  workdir: epath.Path, config: ml_collections.ConfigDict
 ) -> None:
   """Raises a UserError if the workdir has a run of another config."""
   path = workdir / 'config.json'

@@ -12,6 +12,7 @@ import functools
 import pathlib
 
 from absl import flags
+from etils import epath
 
 from mwrobust import (
   command_line,
@@ -75,7 +76,7 @@ def main(argv: list[str]) -> None:
     say = lambda text: None  # noqa: E731
   job(config, workdir, say)
   if _MODE.value != 'export' and sharding.is_first_process():
-    settings = evaluate.changed_settings(config, pathlib.Path(workdir))
+    settings = evaluate.changed_settings(config, epath.Path(workdir))
     report.write([runs.load(workdir, settings)], workdir, say)
 
 

@@ -8,7 +8,6 @@ function of (seed, step) and a checkpoint is whole or not there.
 
 import contextlib
 import json
-import pathlib
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -17,6 +16,7 @@ import jax
 import jax.numpy as jnp
 import ml_collections
 import numpy as np
+from etils import epath
 
 from mwrobust import config as config_lib
 from mwrobust import datasets, evaluate, report, sharding
@@ -52,7 +52,7 @@ def train_and_evaluate(
     The outcomes by the network they are of: `'h=1'`, `'h=3 average'`, ...
   """
   config_lib.validate(config)
-  workdir = pathlib.Path(workdir)
+  workdir = epath.Path(workdir)
   refuse_another_run(workdir, config)
   job = prepare(config)
   if not (workdir / 'config.json').exists():
@@ -84,7 +84,7 @@ def train_and_evaluate(
 
 def train(
   job: Job,
-  workdir: pathlib.Path,
+  workdir: epath.Path,
   checkpoints: Checkpoints,
   stop: Stop,
   say: Callable[[str], None],
