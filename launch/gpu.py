@@ -15,7 +15,7 @@ from launch import commands, vm
 from launch.commands import FOLDER, MADE_BY, option
 from mwrobust.errors import UserError
 
-_EXTRAS = 'cuda,tfds'
+_EXTRAS = 'cuda,tfds,gcs'
 _PORT = 8476  # Of the coordinator, inside the cluster.
 
 

@@ -60,7 +60,7 @@ def build(options: Options) -> vm.Plan:
     ],
     connect='compute tpus tpu-vm',
     workers=['--worker=all'],
-    extras='tpu,tfds',
+    extras='tpu,tfds,gcs',
     force=['--force'] if options.queued else [],
   )
 

@@ -256,7 +256,7 @@ def test_arguments_reach_a_machine_unchanged(tmp_path):
     ['/bin/sh', '-c', words.removeprefix('--command=')],
     env={'PATH': str(tmp_path / 'remote')}, check=True,
   )  # fmt: skip
-  expected = ['worker.sh', 'job', 'tpu,tfds', '--workdir=gs://b', *NASTY]
+  expected = ['worker.sh', 'job', 'tpu,tfds,gcs', '--workdir=gs://b', *NASTY]
   assert args() == expected
   assert not pathlib.Path('pwned').exists()
 
@@ -436,13 +436,13 @@ def test_local_does_not_try_again_what_the_user_has_to_mend(capsys):
 
 
 @pytest.mark.parametrize('number', [signal.SIGTERM, signal.SIGINT])
-def test_local_passes_signals_on_and_waits(number):
-  code = f"""
+def test_local_lets_the_workers_save_and_waits(number):
+  code = """
 def save(number, frame):
   time.sleep(me)  # The second needs longer, and has that time.
   print('saved')
   sys.exit(128 + number)
-signal.signal({number:d}, save)
+signal.signal(signal.SIGTERM, save)
 print('ready')
 time.sleep(600)
 """
@@ -764,7 +764,7 @@ def machine(tmp_path, fakes):
 
   def start(*args):
     return subprocess.Popen(
-      ['bash', str(ROOT / 'launch' / 'worker.sh'), 'job', 'tpu,tfds', *args],
+      ['bash', str(ROOT / 'launch' / 'worker.sh'), 'job', 'tpu,tfds,gcs', *args],
       env=os.environ | {'HOME': str(home)}, stdin=subprocess.DEVNULL,
       stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
     )  # fmt: skip
@@ -784,7 +784,7 @@ def test_worker_installs_once_and_runs(machine):
   home = machine.home / 'mwrobust'
   install = (
     f'uv pip install --quiet --python={home}/venv/bin/python '
-    f'--editable={home}/source[tpu,tfds]'
+    f'--editable={home}/source[tpu,tfds,gcs]'
   )
   assert log == [
     'curl', f'uv venv --quiet --python=>=3.11,<3.14 {home}/venv', install,
