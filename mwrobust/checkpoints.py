@@ -9,14 +9,16 @@ before it, and a run that goes on from there makes it again.
 
 import contextlib
 import logging
-import pathlib
+import os
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
+from etils import epath
 from orbax.checkpoint import v1 as ocp
 
+from mwrobust import sharding
 from mwrobust.errors import UserError
 from mwrobust.state import TrainState
 
@@ -24,7 +26,7 @@ from mwrobust.state import TrainState
 class Checkpoints:
   """The checkpoints of a run."""
 
-  def __init__(self, workdir: pathlib.Path, keep: int | None):
+  def __init__(self, workdir: epath.Path, keep: int | None):
     """Opens them, and clears away what a killed save left half done.
 
     Args:
@@ -71,8 +73,11 @@ class Checkpoints:
     for checkpointer, path in unreadable:
       aside = self._workdir / 'unreadable' / f'{path.parent.name}-{path.name}'
       say(f'Going back to the one before it; it is now {aside}.')
-      aside.parent.mkdir(exist_ok=True)
-      pathlib.Path(path).rename(aside)
+      sharding.wait_for_all('all have read')
+      if sharding.is_first_process():
+        aside.parent.mkdir(exist_ok=True)
+        epath.Path(path).rename(aside)
+      sharding.wait_for_all('it is put aside')
       checkpointer.reload()
     return max(
       found,
@@ -88,9 +93,7 @@ class Checkpoints:
         checkpointer.close()
 
 
-def last(
-  workdir: pathlib.Path, count: int, like: TrainState
-) -> list[TrainState]:
+def last(workdir: epath.Path, count: int, like: TrainState) -> list[TrainState]:
   """The states after the last `count` outer steps of a run, oldest first.
 
   Only reads: a training that is under way in the workdir is not disturbed.
@@ -123,11 +126,11 @@ def last(
     return states
 
 
-def _open(directory: pathlib.Path, keep: int | None, *, cleanup: bool):
+def _open(directory: epath.Path, keep: int | None, *, cleanup: bool):
   policies = ocp.training.preservation_policies
   try:
     return ocp.training.Checkpointer(
-      directory.absolute(),
+      directory if '://' in os.fspath(directory) else directory.absolute(),
       save_decision_policy=(
         ocp.training.save_decision_policies.FixedIntervalPolicy(1)
       ),

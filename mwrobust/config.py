@@ -11,11 +11,11 @@ import json
 import math
 import numbers
 import os
-import pathlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import ml_collections
+from etils import epath
 
 from mwrobust import attacks, datasets, models, norms, policies, spaces
 from mwrobust.errors import UserError, check_choice
@@ -174,7 +174,7 @@ def apply_variants(
 
 def load(workdir: str | os.PathLike) -> ConfigDict:
   """The config of the run in a workdir, as its config.json has it."""
-  path = pathlib.Path(workdir, 'config.json')
+  path = epath.Path(workdir, 'config.json')
   try:
     fields = json.loads(path.read_text())
     config = base()

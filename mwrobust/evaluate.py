@@ -10,7 +10,6 @@ import dataclasses
 import functools
 import json
 import math
-import pathlib
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -19,13 +18,20 @@ import jax
 import jax.numpy as jnp
 import ml_collections
 import numpy as np
+from etils import epath
 
-from mwrobust import averaging, checkpoints, datasets, health
+from mwrobust import averaging, checkpoints, datasets, health, sharding
 from mwrobust import config as config_lib
 from mwrobust.attacks import Threat
 from mwrobust.errors import UserError
 from mwrobust.interruption import stop_signals
-from mwrobust.job import Job, prepare, refuse_another_run, training_batch
+from mwrobust.job import (
+  Job,
+  make_batch,
+  prepare,
+  refuse_another_run,
+  training_batch,
+)
 from mwrobust.metrics import Progress
 from mwrobust.outcomes import Outcomes
 from mwrobust.state import TrainState
@@ -51,14 +57,14 @@ def evaluate_run(
     The outcomes by the network they are of: `'h=1'`, `'h=3 average'`, ...
   """
   config_lib.validate(config)
-  refuse_another_run(pathlib.Path(workdir), config)
+  refuse_another_run(epath.Path(workdir), config)
   with stop_signals() as stop:
-    return evaluate(prepare(config), pathlib.Path(workdir), stop.check, say)
+    return evaluate(prepare(config), epath.Path(workdir), stop.check, say)
 
 
 def evaluate(
   job: Job,
-  workdir: pathlib.Path,
+  workdir: epath.Path,
   check_stop: Callable[[], None],
   say: Callable[[str], None],
 ) -> dict[str, Outcomes]:
@@ -98,7 +104,7 @@ def evaluate(
 
 
 def changed_settings(
-  config: ml_collections.ConfigDict, workdir: pathlib.Path
+  config: ml_collections.ConfigDict, workdir: epath.Path
 ) -> str:
   """Such as `'-restarts=20'`: how this evaluation differs from the run's own.
 
@@ -134,7 +140,7 @@ class Network(NamedTuple):
 
 
 def networks(
-  job: Job, workdir: pathlib.Path, say: Callable[[str], None]
+  job: Job, workdir: epath.Path, say: Callable[[str], None]
 ) -> Iterator[Network]:
   """The last parameters; the average and the ensemble of the last h."""
   config = job.config
@@ -187,13 +193,14 @@ def _begin(
 ) -> Outcomes:
   """Who stands before the first attack: everyone, rightly classified or not."""
   images, labels = job.data.test
-  batch_size = job.config.eval.batch_size
-  batches = [
-    np.asarray(logits(images[rows]))[mask]
-    for rows, mask in datasets.padded_batches(len(labels), batch_size)
-  ]
-  first, mask = next(datasets.padded_batches(len(labels), batch_size))
-  again = np.asarray(logits(images[first[::-1]]))[::-1][mask]
+  batch_size = sharding.round_up(job.config.eval.batch_size)
+
+  def logits_of(rows: np.ndarray) -> np.ndarray:
+    return np.asarray(logits(make_batch(job.data.test, rows).images))
+
+  batches = list(datasets.padded_batches(len(labels), batch_size))
+  first, first_mask = batches[0]
+  again = logits_of(first[::-1])[::-1][first_mask]
   settings = {
     'data': job.data.name,
     'seed': job.config.seed,
@@ -205,7 +212,7 @@ def _begin(
     threats=threats,
     restarts=job.config.eval.restarts,
     labels=labels,
-    logits=np.concatenate(batches),
+    logits=np.concatenate([logits_of(rows)[mask] for rows, mask in batches]),
     logits_again=again,
     images=images[:PICTURES],
   )
@@ -240,7 +247,7 @@ def _fill(
   attack: Callable[[jax.Array, jax.Array, Batch], Any],
   job: Job,
   name: str,
-  path: pathlib.Path,
+  path: epath.Path,
   check_stop: Callable[[], None],
   say: Callable[[str], None],
 ) -> Outcomes:
@@ -261,7 +268,7 @@ def _fill(
     say(f'Already evaluated: {path}')
     return saved
   outcomes = saved or outcomes
-  batch_size = job.config.eval.batch_size
+  batch_size = sharding.round_up(job.config.eval.batch_size)
   passes = outcomes.restarts * len(plan)
   batches = math.ceil(len(outcomes.labels) / batch_size)
   say(
@@ -296,7 +303,7 @@ def _fill(
 
 
 def _load(
-  path: pathlib.Path, like: Outcomes, say: Callable[[str], None]
+  path: epath.Path, like: Outcomes, say: Callable[[str], None]
 ) -> Outcomes | None:
   """What was saved of the same evaluation, whole or in part."""
   if not path.exists():
@@ -343,7 +350,7 @@ def attack_survivors(
         attacked = attack(
           jnp.int32(index),
           jnp.int32(first_start + start),
-          Batch(split.images[rows], split.labels[rows], outcomes.ids[rows]),
+          make_batch(split, rows),
         )
         attacked = jax.tree.map(lambda x, m=mask: np.asarray(x)[m], attacked)
         outcomes.record(threat, rows[mask], attacked)

@@ -8,13 +8,13 @@ RUN/export/model.json          the model card: config, data, measured figures
 
 import hashlib
 import json
-import pathlib
 from collections.abc import Callable
 
 import jax
 import ml_collections
 import numpy as np
 import safetensors.numpy
+from etils import epath
 
 from mwrobust import config as config_lib
 from mwrobust import evaluate, metrics, runs
@@ -35,7 +35,7 @@ def export(
     say: told what was written.
   """
   config_lib.validate(config)
-  refuse_another_run(pathlib.Path(workdir), config)
+  refuse_another_run(epath.Path(workdir), config)
   if config.algorithm == 'ensemble':
     raise UserError(
       "algorithm = 'ensemble' returns many networks, and an export holds one: "

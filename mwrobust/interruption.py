@@ -1,9 +1,12 @@
 """SIGTERM and Ctrl-C, heard at the next safe moment."""
 
 import contextlib
+import itertools
 import signal
 import threading
 from collections.abc import Iterator
+
+from mwrobust import sharding
 
 
 class Interrupted(Exception):  # noqa: N818
@@ -25,9 +28,27 @@ class Stop:
       raise Interrupted(self.signum)
 
 
+class StopTogether(Stop):
+  """The same for several processes: all stop at the same of their checks.
+
+  JAX hears the SIGTERM, of whichever process, and tells the others.
+  """
+
+  def __init__(self):
+    self._checks = itertools.count()
+
+  def check(self) -> None:
+    """Raises Interrupted if one has, and all processes have come this far."""
+    if sharding.stop_is_agreed(next(self._checks)):
+      raise Interrupted(signal.SIGTERM)
+
+
 @contextlib.contextmanager
 def stop_signals() -> Iterator[Stop]:
   """Lets SIGTERM and Ctrl-C wait for the next safe moment; the second not."""
+  if sharding.is_distributed():
+    yield StopTogether()
+    return
   stop = Stop()
   if threading.current_thread() is not threading.main_thread():
     yield stop  # Only the main thread hears signals.

@@ -2,15 +2,16 @@
 
 import functools
 import json
-import pathlib
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import ml_collections
+import numpy as np
+from etils import epath
 
-from mwrobust import attacks, datasets, models
+from mwrobust import attacks, datasets, models, sharding
 from mwrobust import config as config_lib
 from mwrobust import state as state_lib
 from mwrobust import steps as steps_lib
@@ -125,11 +126,17 @@ def prepare(config: ml_collections.ConfigDict) -> Job:
 
 def training_batch(job: Job, step: int) -> steps_lib.Batch:
   """The mini batch of a step."""
-  images, labels = job.data.train
+  labels = job.data.train.labels
   rows = datasets.batch_indices(
     job.config.seed, step, len(labels), job.config.train.batch_size
   )
-  return steps_lib.Batch(images[rows], labels[rows], rows)
+  return make_batch(job.data.train, rows)
+
+
+def make_batch(split: datasets.Split, rows: np.ndarray) -> steps_lib.Batch:
+  """These rows of a split, over all devices; their ids are their numbers."""
+  ids = np.arange(len(split.labels), dtype=np.int32)
+  return steps_lib.Batch(*sharding.split_rows(rows, *split, ids))
 
 
 def _load_data(config: ml_collections.ConfigDict) -> datasets.Dataset:
@@ -162,11 +169,16 @@ def _load_data(config: ml_collections.ConfigDict) -> datasets.Dataset:
       f'train.batch_size = {config.train.batch_size} is more than the '
       f'{len(data.train.labels)} training examples: lower it.'
     )
+  if config.train.batch_size != sharding.round_up(config.train.batch_size):
+    raise UserError(
+      f'train.batch_size = {config.train.batch_size} cannot be shared by '
+      f'{sharding.mesh().size} devices: choose a multiple of that.'
+    )
   return data
 
 
 def refuse_another_run(
-  workdir: pathlib.Path, config: ml_collections.ConfigDict
+  workdir: epath.Path, config: ml_collections.ConfigDict
 ) -> None:
   """Raises a UserError if the workdir has a run of another config."""
   path = workdir / 'config.json'

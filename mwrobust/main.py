@@ -12,8 +12,17 @@ import functools
 import pathlib
 
 from absl import flags
+from etils import epath
 
-from mwrobust import command_line, evaluate, export, report, runs, train
+from mwrobust import (
+  command_line,
+  evaluate,
+  export,
+  report,
+  runs,
+  sharding,
+  train,
+)
 from mwrobust.errors import UserError
 
 _CONFIG = command_line.define_config(
@@ -32,9 +41,29 @@ _MODE = flags.DEFINE_enum(
 )
 
 
+_DISTRIBUTED = flags.DEFINE_enum(
+  'distributed',
+  'auto',
+  ['auto', 'on', 'off'],
+  'Whether this is one process of several. auto finds TPU hosts, SLURM tasks, '
+  f'the flags below and the variables {", ".join(sharding.VARIABLES)}.',
+)
+_COORDINATOR_ADDRESS = flags.DEFINE_string(
+  'coordinator_address', None, 'Of process 0: host:port.'
+)
+_NUM_PROCESSES = flags.DEFINE_integer('num_processes', None, 'Of the job.')
+_PROCESS_ID = flags.DEFINE_integer('process_id', None, 'Of this one, from 0.')
+
+
 def main(argv: list[str]) -> None:
   """Runs the job, and reports on it."""
   command_line.no_arguments(argv)
+  sharding.initialize(
+    _DISTRIBUTED.value,
+    _COORDINATOR_ADDRESS.value,
+    _NUM_PROCESSES.value,
+    _PROCESS_ID.value,
+  )
   config = _CONFIG.value
   workdir = _WORKDIR.value or f'runs/{command_line.config_name()}'
   job = {
@@ -43,9 +72,11 @@ def main(argv: list[str]) -> None:
     'export': export.export,
   }[_MODE.value]
   say = functools.partial(print, flush=True)
+  if not sharding.is_first_process():
+    say = lambda text: None  # noqa: E731
   job(config, workdir, say)
-  if _MODE.value != 'export':
-    settings = evaluate.changed_settings(config, pathlib.Path(workdir))
+  if _MODE.value != 'export' and sharding.is_first_process():
+    settings = evaluate.changed_settings(config, epath.Path(workdir))
     report.write([runs.load(workdir, settings)], workdir, say)
 
 

@@ -22,13 +22,15 @@ import io
 import json
 import math
 import os
-import pathlib
 import shutil
 import sys
 import time
 from collections.abc import Callable, Iterator
 from typing import Any, TextIO
 
+from etils import epath
+
+from mwrobust import sharding
 from mwrobust.errors import UserError
 
 # ---- Files ------------------------------------------------------------------
@@ -47,8 +49,11 @@ def _explained(path: str | os.PathLike) -> Iterator[None]:
     raise UserError(f'Cannot write {path}: {error}. {cure}') from error
 
 
-def _replace(path: pathlib.Path, data: bytes) -> None:
+def _replace(path: epath.Path, data: bytes) -> None:
   """Writes a file whole or, whatever happens, not at all."""
+  if _is_in_bucket(path):  # Objects appear whole.
+    path.write_bytes(data)
+    return
   temporary = path.with_name(f'.{path.name}.tmp')
   try:
     with open(temporary, 'wb') as file:
@@ -76,6 +81,8 @@ def _plain(value: Any) -> Any:
 def write_bytes(path: str | os.PathLike, data: bytes) -> None:
   """Writes a file: a reader sees the old one or the new, never half of it.
 
+  Of several processes, the first writes.
+
   Args:
     path: the file; its folder is made where it is missing.
     data: what is to be in it.
@@ -83,7 +90,9 @@ def write_bytes(path: str | os.PathLike, data: bytes) -> None:
   Raises:
     UserError: the disk is full, or the file may not be written.
   """
-  path = pathlib.Path(path)
+  if not sharding.is_first_process():
+    return
+  path = epath.Path(path)
   with _explained(path):
     path.parent.mkdir(parents=True, exist_ok=True)
     _replace(path, data)
@@ -104,13 +113,48 @@ def write_json(path: str | os.PathLike, value: Any) -> None:
 # ---- Metrics ----------------------------------------------------------------
 
 
+def _open_log(path: epath.Path, mode: str) -> io.RawIOBase:
+  """Opens a file to append to, or to create, with its folder."""
+  with _explained(path):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    return (_LogInBucket if _is_in_bucket(path) else _Log)(path, mode)
+
+
+def _is_in_bucket(path: epath.Path) -> bool:
+  return '://' in os.fspath(path)
+
+
+class _LogInBucket(io.RawIOBase):
+  """A log as an object, which cannot be appended to: it is written anew.
+
+  At most once a minute, so a kill may cost a minute of rows.
+  """
+
+  _SECONDS_BETWEEN_WRITES = 60.0
+
+  def __init__(self, path: epath.Path, mode: str):
+    self._path = path
+    self._data = path.read_bytes() if mode == 'a' and path.exists() else b''
+    self._written_at = -math.inf
+
+  def write(self, data: bytes) -> None:
+    self._data += data
+    if time.monotonic() - self._written_at > self._SECONDS_BETWEEN_WRITES:
+      self._upload()
+
+  def close(self) -> None:
+    if not self.closed:
+      self._upload()
+    super().close()
+
+  def _upload(self) -> None:
+    with _explained(self._path):
+      self._path.write_bytes(self._data)
+    self._written_at = time.monotonic()
+
+
 class _Log(io.FileIO):
   """A file whose writes are whole and leave the process at once."""
-
-  def __init__(self, path: pathlib.Path, mode: str):
-    with _explained(path):
-      path.parent.mkdir(parents=True, exist_ok=True)
-      super().__init__(path, mode)
 
   def write(self, data: bytes) -> None:
     with _explained(self.name):
@@ -154,16 +198,22 @@ class Metrics:
     from tensorboard.summary.writer.record_writer import RecordWriter
 
     last_step = -1 if resume_step is None else int(resume_step)
-    rows = pathlib.Path(workdir, 'metrics.jsonl')
+    rows = epath.Path(workdir, 'metrics.jsonl')
     # A new file each time, as appending to a record that a kill cut short hides
     # all that follows. TensorBoard reads them in the order of their names.
-    events = pathlib.Path(
+    events = epath.Path(
       workdir, 'tensorboard', f'events.out.tfevents.{time.time_ns()}'
     )
-    with _explained(rows):
-      self.last_row = _drop_rows(rows, last_step, outer_step)
-    self._rows = _Log(rows, 'a')
-    self._events = RecordWriter(_Log(events, 'x'))
+    if sharding.is_first_process():
+      with _explained(rows):
+        self.last_row = _drop_rows(rows, last_step, outer_step)
+      self._rows = _open_log(rows, 'a')
+      self._events = RecordWriter(_open_log(events, 'x'))
+    else:
+      nowhere = epath.Path(os.devnull)
+      self.last_row = None
+      self._rows = _open_log(nowhere, 'a')
+      self._events = RecordWriter(_open_log(nowhere, 'a'))
     self._event = Event
     self._write_event(file_version='brain.Event:2')
     # TensorBoard's word for: forget what you have seen from this step on.
@@ -209,7 +259,7 @@ class Metrics:
 
 
 def _drop_rows(
-  path: pathlib.Path, step: int, outer_step: float
+  path: epath.Path, step: int, outer_step: float
 ) -> dict[str, Any] | None:
   """Drops the rows of later steps or outer steps, and a torn last line.
 
@@ -347,7 +397,10 @@ class Progress:
     self._start = start
     self._batch_size = batch_size
     self._log_every = log_every
-    self._stream = sys.stderr if stream is None else stream
+    if stream is None:
+      first = sharding.is_first_process()
+      stream = sys.stderr if first else open(os.devnull, 'w')  # noqa: SIM115
+    self._stream = stream
     self._clock = clock
     self._live = self._stream.isatty()
     self._first: tuple[int, float] | None = None  # (step, seconds) to time from

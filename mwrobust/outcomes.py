@@ -14,12 +14,12 @@ import io
 import json
 import math
 import os
-import pathlib
 import zipfile
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+from etils import epath
 
 from mwrobust import attacks, metrics
 from mwrobust.errors import UserError
@@ -176,7 +176,7 @@ class Outcomes:
 
   # ---- on disk
 
-  def save(self, path: pathlib.Path) -> None:
+  def save(self, path: epath.Path) -> None:
     """Writes all of it as .npz: whole, or not at all."""
     fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
     file = io.BytesIO()
@@ -189,7 +189,7 @@ class Outcomes:
   def load(cls, path: str | os.PathLike) -> 'Outcomes':
     """Reads what `save` wrote; a UserError says why it cannot."""
     try:
-      data = io.BytesIO(pathlib.Path(path).read_bytes())
+      data = io.BytesIO(epath.Path(path).read_bytes())
       with np.load(data, allow_pickle=False) as arrays:
         fields = {f.name: arrays[f.name] for f in dataclasses.fields(cls)}
       return cls(

@@ -9,7 +9,6 @@ mean and standard deviation. Everything is computed from `eval/*.npz` and
 """
 
 import os
-import pathlib
 import re
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -18,6 +17,7 @@ from typing import NamedTuple
 import ml_collections
 import numpy as np
 from absl import flags
+from etils import epath
 
 from mwrobust import command_line, health, metrics, page, paper, runs
 from mwrobust import config as config_lib
@@ -111,12 +111,12 @@ def write(
     sections = merged_sections(merged)
   say('\n' + to_markdown(sections[:2]))
   write_files(
-    pathlib.Path(folder, f'report{first.settings}'), title, sections, say
+    epath.Path(folder, f'report{first.settings}'), title, sections, say
   )
 
 
 def write_files(
-  stem: pathlib.Path,
+  stem: epath.Path,
   title: str,
   sections: Sequence[Section],
   say: Callable[[str], None],

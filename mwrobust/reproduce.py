@@ -11,7 +11,6 @@ needs them. Killed, the same command goes on.
 
 import functools
 import json
-import pathlib
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -21,6 +20,7 @@ import jax
 import jax.numpy as jnp
 import ml_collections
 from absl import flags
+from etils import epath
 
 from mwrobust import (
   attacks,
@@ -79,14 +79,14 @@ class PlannedRun(NamedTuple):
 
   method: str
   config: ml_collections.ConfigDict
-  workdir: pathlib.Path
+  workdir: epath.Path
 
 
 def plan(
   table: TablePlan,
   config: ml_collections.ConfigDict,
   seeds: Sequence[int],
-  folder: pathlib.Path,
+  folder: epath.Path,
 ) -> list[PlannedRun]:
   """The methods with each of the seeds.
 
@@ -338,7 +338,7 @@ flags.mark_flag_as_required('table')
 def main(argv: list[str]) -> None:
   """Plans, runs what is missing, writes the table."""
   command_line.no_arguments(argv)
-  table, folder = TABLES[_TABLE.value], pathlib.Path(_WORKDIR.value)
+  table, folder = TABLES[_TABLE.value], epath.Path(_WORKDIR.value)
   folder /= command_line.config_name()
   say = functools.partial(print, flush=True)
   planned = plan(table, _CONFIG.value, parse_seeds(_SEEDS.value), folder)

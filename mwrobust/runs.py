@@ -1,11 +1,12 @@
 """What a finished run has left in its workdir, read back."""
 
 import json
-import pathlib
+import os
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import ml_collections
+from etils import epath
 
 from mwrobust import config as config_lib
 from mwrobust.errors import UserError
@@ -25,7 +26,7 @@ class Run(NamedTuple):
     probes: the attacks of the health checks, for some of these.
   """
 
-  workdir: pathlib.Path
+  workdir: epath.Path
   config: ml_collections.ConfigDict
   settings: str
   trained: list[dict[str, Any]]
@@ -48,7 +49,7 @@ class Run(NamedTuple):
     return f'h={h} average' if h > 1 else 'h=1'
 
 
-def load(workdir: str | pathlib.Path, settings: str = '') -> Run:
+def load(workdir: str | os.PathLike, settings: str = '') -> Run:
   """Reads a run that has been evaluated.
 
   Args:
@@ -56,7 +57,7 @@ def load(workdir: str | pathlib.Path, settings: str = '') -> Run:
     settings: of the evaluation to read: `''` for the run's own, or what its
       files are called, such as `'-restarts=20'`.
   """
-  workdir = pathlib.Path(workdir)
+  workdir = epath.Path(workdir)
   config = config_lib.load(workdir)
   evaluations, probes = {}, {}
   files = sorted((workdir / 'eval').glob('*.npz'))
@@ -87,7 +88,7 @@ def load(workdir: str | pathlib.Path, settings: str = '') -> Run:
   )
 
 
-def read_metrics(workdir: pathlib.Path) -> list[dict[str, Any]]:
+def read_metrics(workdir: epath.Path) -> list[dict[str, Any]]:
   """The rows of metrics.jsonl, as far as they are written."""
   path = workdir / 'metrics.jsonl'
   if not path.exists():

@@ -10,7 +10,7 @@ import ml_collections
 import optax
 from flax.training import train_state
 
-from mwrobust import policies
+from mwrobust import policies, sharding
 
 
 class TrainState(train_state.TrainState):
@@ -35,7 +35,6 @@ def create(
 ) -> TrainState:
   """A state before the first step."""
 
-  @jax.jit
   def init():
     images = jnp.zeros((1, *image_shape))
     variables = model.init(key, images, train=False)
@@ -50,7 +49,7 @@ def create(
       policy=policy.init(),
     )
 
-  return init()
+  return jax.jit(init, out_shardings=sharding.replicated())()
 
 
 def make_optimizer(

@@ -8,7 +8,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from mwrobust import attacks, averaging, datasets, losses
+from mwrobust import attacks, averaging, datasets, losses, sharding
 from mwrobust.state import TrainState
 
 Array = jax.Array
@@ -45,7 +45,7 @@ def make_train_step(
     augment: crop and flip the images first.
     attacked: False leaves the images as they are (natural training).
   """
-  switch = attacks.make_switch(threats)
+  attack = _make_attack(model, attacks.make_switch(threats))
 
   def train_step(state: TrainState, index: Array, batch: Batch):
     attack_key, augment_key = jax.random.split(
@@ -55,15 +55,8 @@ def make_train_step(
     if augment:
       images = datasets.augment(augment_key, images, batch.ids)
     if attacked:
-      images = switch(
-        _logits_fn(model, (state.variables,)),
-        index,
-        attack_key,
-        images,
-        batch.labels,
-        batch.ids,
-        scale=radius_scale(state.step),
-      )
+      shared = (state.variables,), index, attack_key, radius_scale(state.step)
+      images = attack(shared, (images, batch.labels, batch.ids))
 
     def loss_fn(params):
       logits, updated = model.apply(
@@ -80,7 +73,9 @@ def make_train_step(
     state = state.apply_gradients(grads=gradient, batch_stats=batch_stats)
     return state, loss
 
-  return jax.jit(train_step, donate_argnums=0)
+  return jax.jit(
+    train_step, donate_argnums=0, out_shardings=sharding.replicated()
+  )
 
 
 def make_validation_step(
@@ -93,18 +88,18 @@ def make_validation_step(
     threats: the k losses.
     key: all randomness is folded in from it and the examples' ids.
   """
-  switch = attacks.make_switch(threats)
+  attack = _make_attack(model, attacks.make_switch(threats))
 
-  @jax.jit
   def validation_step(
     variables: Any, index: Array, batch: Batch, scale: Array
   ) -> Array:
-    logits_fn = _logits_fn(model, (variables,))
-    images, labels, ids = _to_float(batch.images), batch.labels, batch.ids
-    found = switch(logits_fn, index, key, images, labels, ids, scale=scale)
-    return losses.cross_entropy(logits_fn(found), labels)
+    shared = (variables,), index, key, scale
+    images = _to_float(batch.images)
+    images = attack(shared, (images, batch.labels, batch.ids))
+    logits = model.apply(variables, images, train=False)
+    return losses.cross_entropy(logits, batch.labels)
 
-  return validation_step
+  return jax.jit(validation_step, out_shardings=sharding.replicated())
 
 
 class Attacked(NamedTuple):
@@ -140,17 +135,15 @@ def make_attack_step(
     threats: the k losses.
     key: all randomness is folded in from it, the start and the examples' ids.
   """
-  switch = attacks.make_switch(threats, details=True)
+  attack = _make_attack(model, attacks.make_switch(threats, details=True))
   distances = [functools.partial(attacks.distance, t) for t in threats]
 
-  @jax.jit
   def attack_step(
     members: tuple[Any, ...], index: Array, start: Array, batch: Batch
   ) -> Attacked:
-    logits_fn = _logits_fn(model, members)
     images, labels, ids = _to_float(batch.images), batch.labels, batch.ids
-    found = switch(logits_fn, index, key, images, labels, ids, start=start)
-    logits = logits_fn(found.images)
+    found = attack((members, index, key, 1.0, start), (images, labels, ids))
+    logits = _logits_fn(model, members)(found.images)
     return Attacked(
       images=found.images,
       predicted=logits.argmax(-1),
@@ -160,17 +153,30 @@ def make_attack_step(
       stuck=found.stuck,
     )
 
-  return attack_step
+  return jax.jit(attack_step, out_shardings=sharding.replicated())
 
 
 def make_logits_step(*, model: nn.Module):
   """Makes `logits_step(members, images) -> logits [B, K]`; nothing attacks."""
 
-  @jax.jit
   def logits_step(members: tuple[Any, ...], images: Array) -> Array:
     return _logits_fn(model, members)(_to_float(images))
 
-  return logits_step
+  return jax.jit(logits_step, out_shardings=sharding.replicated())
+
+
+def _make_attack(model: nn.Module, switch: attacks.Attack):
+  """Makes `attack(shared, (images, labels, ids))`, device by device.
+
+  What the examples share is members, index, key, scale and perhaps a start.
+  """
+
+  def attack(shared, batch):
+    members, index, key, scale, *start = shared
+    logits_fn = _logits_fn(model, members)
+    return switch(logits_fn, index, key, *batch, scale, *start)
+
+  return sharding.by_example(attack)
 
 
 def _logits_fn(model: nn.Module, members: tuple[Any, ...]):

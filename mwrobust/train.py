@@ -8,7 +8,6 @@ function of (seed, step) and a checkpoint is whole or not there.
 
 import contextlib
 import json
-import pathlib
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -17,13 +16,20 @@ import jax
 import jax.numpy as jnp
 import ml_collections
 import numpy as np
+from etils import epath
 
 from mwrobust import config as config_lib
-from mwrobust import datasets, evaluate, report
+from mwrobust import datasets, evaluate, report, sharding
 from mwrobust.checkpoints import Checkpoints
 from mwrobust.errors import UserError
 from mwrobust.interruption import Interrupted, Stop, stop_signals
-from mwrobust.job import Job, prepare, refuse_another_run, training_batch
+from mwrobust.job import (
+  Job,
+  make_batch,
+  prepare,
+  refuse_another_run,
+  training_batch,
+)
 from mwrobust.metrics import Metrics, Progress, write_json
 from mwrobust.outcomes import Outcomes
 from mwrobust.state import TrainState
@@ -46,7 +52,7 @@ def train_and_evaluate(
     The outcomes by the network they are of: `'h=1'`, `'h=3 average'`, ...
   """
   config_lib.validate(config)
-  workdir = pathlib.Path(workdir)
+  workdir = epath.Path(workdir)
   refuse_another_run(workdir, config)
   job = prepare(config)
   if not (workdir / 'config.json').exists():
@@ -78,7 +84,7 @@ def train_and_evaluate(
 
 def train(
   job: Job,
-  workdir: pathlib.Path,
+  workdir: epath.Path,
   checkpoints: Checkpoints,
   stop: Stop,
   say: Callable[[str], None],
@@ -86,9 +92,6 @@ def train(
   """Figure 3: T times, r epochs, then a validation and an update."""
   # ---- Go on from the last checkpoint, if there is one
   state = job.init()
-  # On a device of its own choice, as a restored state is: what was compiled
-  # for the one serves the other.
-  state = jax.device_put(state, jax.devices()[0])
   restored = checkpoints.restore(state, say)
   if restored is not None:
     state = restored
@@ -172,12 +175,12 @@ def validation_losses(
     step: mini batches done.
     pause: called between batches; may raise to end it.
   """
-  images, labels = job.data.validation
+  labels = job.data.validation.labels
   scale = job.radius_scale(max(0, step - 1))
   totals = np.zeros(len(job.threats))
-  batch_size = job.config.eval.batch_size
+  batch_size = sharding.round_up(job.config.eval.batch_size)
   for rows, mask in datasets.padded_batches(len(labels), batch_size):
-    batch = Batch(images[rows], labels[rows], rows)
+    batch = make_batch(job.data.validation, rows)
     for index in range(len(job.threats)):
       losses = job.validation_step(
         state.variables, jnp.int32(index), batch, scale

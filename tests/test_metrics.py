@@ -12,6 +12,7 @@ import sys
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from etils import epath
 
 from mwrobust import metrics
 from mwrobust.errors import UserError
@@ -462,3 +463,44 @@ def test_a_terminal_that_goes_away_does_not_stop_the_run():
   with make_progress(Gone())[0] as progress:
     progress.update(1)
     progress.say('still here')
+
+
+# ------------------------------------------------------------------- a bucket
+
+
+@pytest.fixture
+def bucket():
+  """`gs://bucket`, in memory."""
+  fsspec = pytest.importorskip('fsspec')
+  from fsspec.implementations.memory import MemoryFileSystem
+
+  class Bucket(MemoryFileSystem):
+    protocol = ('gs', 'gcs')
+    store, pseudo_dirs = {}, ['']
+
+    @classmethod
+    def _strip_protocol(cls, path):
+      return '/' + str(path).removeprefix('gs://').strip('/')
+
+  fsspec.register_implementation('gcs', Bucket, clobber=True)
+  return 'gs://bucket/run'
+
+
+def test_a_run_in_a_bucket_is_written_and_gone_on_with(bucket):
+  metrics.write_json(f'{bucket}/config.json', {'seed': 3})
+  metrics.write_json(f'{bucket}/config.json', {'seed': 4})
+  with metrics.Metrics(bucket, resume_step=None) as log:
+    for step in (1, 2, 3):
+      log.write('train', step, loss=1 / step)
+  with metrics.Metrics(bucket, resume_step=2) as log:
+    assert log.last_row['step'] == 2
+    log.write('train', 3, loss=0.25)
+  folder = epath.Path(bucket)
+  assert json.loads((folder / 'config.json').read_text()) == {'seed': 4}
+  lines = (folder / 'metrics.jsonl').read_text().splitlines()
+  assert [json.loads(line)['loss'] for line in lines] == [1, 0.5, 0.25]
+  events = list((folder / 'tensorboard').iterdir())
+  assert len(events) == 2
+  assert all(path.read_bytes() for path in events)
+  assert not any('tmp' in path.name for path in folder.iterdir())
+  assert not pathlib.Path('gs:').exists()

@@ -1,0 +1,1 @@
+"""Runs `mwrobust.main` elsewhere, or many times: `python -m launch.<where>`."""

@@ -1,0 +1,184 @@
+"""Many processes on this machine, over loopback.
+
+  python -m launch.local --num_processes=2 -- --config=configs/mnist.py:cnn
+
+Ends all if one dies. With `--max_restarts` it starts all again, and a killed
+worker costs only the steps since the last checkpoint.
+"""
+
+import contextlib
+import dataclasses
+import math
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Sequence
+
+from launch import commands
+from launch.commands import option, say
+
+MAIN = (sys.executable, '-m', 'mwrobust.main')
+GRACE = 5.0  # Seconds to end in, for workers that lost one of them.
+PATIENCE = 60.0  # And on Ctrl-C or SIGTERM, when a checkpoint is saved.
+
+_OUTPUT = threading.Lock()
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Options(commands.Options):
+  """The options of `python -m launch.local`."""
+
+  num_processes: int = option(2, 'How many workers.', 1)
+
+
+def build(
+  options: Options, port: int | str, main: Sequence[str] = MAIN
+) -> list[list[str]]:
+  """One command per worker."""
+  return [
+    [
+      *main,
+      f'--coordinator_address=127.0.0.1:{port}',
+      f'--num_processes={options.num_processes}',
+      f'--process_id={i}',
+      *options.worker_args,
+    ]
+    for i in range(options.num_processes)
+  ]
+
+
+def launch(options: Options, main: Sequence[str] = MAIN) -> int:
+  """Runs the workers; returns the exit code of the first that failed, or 0."""
+  if options.dry_run:
+    print('\n'.join(map(commands.text_of, build(options, 'PORT', main))))
+    return 0
+  with _signals() as received:
+    for restart in range(options.max_restarts + 1):
+      if restart:
+        say(f'Restart {restart} of {options.max_restarts}.')
+      # A port of its own for each try: the old one may linger.
+      failed = _run(build(options, _free_port(), main), received)
+      if failed is None:
+        return 0
+      if received:
+        return 128 + received[0]
+      if failed.complained and failed.exit_code == 1:  # As it would again.
+        break
+  return failed.exit_code
+
+
+class Worker:
+  """A process in a group of its own, and the thread that prints its lines."""
+
+  def __init__(self, index: int, command: list[str]):
+    self.index = index
+    self.complained = False  # As `mwrobust.main` does about a UserError.
+    self.process = subprocess.Popen(
+      command,
+      stdin=subprocess.DEVNULL,
+      stdout=subprocess.PIPE,
+      stderr=subprocess.STDOUT,
+      env=os.environ | {'PYTHONUNBUFFERED': '1'},
+      encoding='utf-8',
+      errors='replace',
+      process_group=0,
+    )
+    self._thread = threading.Thread(target=self._print_lines, daemon=True)
+    self._thread.start()
+
+  def _print_lines(self) -> None:
+    with self.process.stdout as lines:  # Closed, a worker does not hang on it.
+      for line in lines:  # A carriage return ends a line, too.
+        self.complained |= line.startswith('mwrobust: ')
+        with _OUTPUT:
+          sys.stdout.write(f'[{self.index}] {line}'.rstrip() + '\n')
+          sys.stdout.flush()
+
+  def kill(self) -> None:
+    """Ends the process and all that it started, at once."""
+    with contextlib.suppress(ProcessLookupError):
+      os.killpg(self.process.pid, signal.SIGKILL)
+    self.process.wait()
+    self._thread.join(timeout=5)
+
+  @property
+  def exit_code(self) -> int:
+    """As a shell has it: 128 + the signal that killed it."""
+    code = self.process.returncode
+    return code if code >= 0 else 128 - code
+
+  def __str__(self):
+    code = self.process.returncode
+    if code >= 0:
+      return f'process {self.index} ended with exit code {code}'
+    return f'process {self.index} was killed by {signal.Signals(-code).name}'
+
+
+def _run(workers: list[list[str]], received: list[int]) -> Worker | None:
+  """Runs all; returns the first that failed, once all have ended."""
+  running, failed = [], None
+  passed_on, deadline = 0, math.inf
+  try:
+    for i, command in enumerate(workers):
+      running.append(Worker(i, command))
+    while True:
+      ended = _ended(running)  # Asked first, so that no failure goes unsaid.
+      if len(received) > passed_on:
+        passed_on = len(received)
+        say(f'{signal.Signals(received[-1]).name}; waiting for the workers.')
+        deadline = min(deadline, time.monotonic() + PATIENCE)
+        for worker in running:
+          worker.process.terminate()  # They agree on a step, save and end.
+      elif not (received or failed) and (failed := _first_failed(running)):
+        say(f'{failed}{"" if _ended(running) else ", ending the others"}.')
+        deadline = min(deadline, time.monotonic() + GRACE)
+        for worker in running:
+          worker.process.terminate()
+      if ended:
+        return failed or _first_failed(running)
+      if time.monotonic() > deadline:
+        say('Not all workers ended in time; killing them.')
+        for worker in running:
+          worker.kill()
+      time.sleep(0.02)
+  finally:
+    for worker in running:
+      worker.kill()
+
+
+def _ended(workers: list[Worker]) -> bool:
+  return all(worker.process.poll() is not None for worker in workers)
+
+
+def _first_failed(workers: list[Worker]) -> Worker | None:
+  """Of those seen at once, one that was killed: the others died of that."""
+  failed = [worker for worker in workers if worker.process.poll()]
+  return min(failed, key=lambda worker: worker.process.returncode, default=None)
+
+
+@contextlib.contextmanager
+def _signals():
+  """The signals that arrived, instead of what they do otherwise."""
+  received = []
+  before = {
+    number: signal.signal(number, lambda number, _: received.append(number))
+    for number in (signal.SIGINT, signal.SIGTERM)
+  }
+  try:
+    yield received
+  finally:
+    for number, handler in before.items():
+      signal.signal(number, handler)
+
+
+def _free_port() -> int:
+  with socket.create_server(('127.0.0.1', 0)) as server:
+    return server.getsockname()[1]
+
+
+if __name__ == '__main__':
+  commands.run(launch, Options)

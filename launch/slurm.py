@@ -1,0 +1,106 @@
+"""A job of a Slurm cluster, one task per GPU.
+
+  python -m launch.slurm --name=... --nodes=2 --gpus_per_node=4
+
+Partition, account and time limit are given as sbatch knows them, by
+SBATCH_PARTITION, SBATCH_ACCOUNT and SBATCH_TIMELIMIT.
+"""
+
+import dataclasses
+import pathlib
+import sys
+
+from launch import commands
+from launch.commands import FOLDER, MADE_BY, option, say
+
+_SCRIPT = """#!/bin/bash
+#SBATCH --job-name={name}
+#SBATCH --comment=made-by={made_by}
+#SBATCH --nodes={nodes}
+#SBATCH --ntasks-per-node={gpus}
+#SBATCH --gpus-per-node={gpus}
+#SBATCH --output={folder}/job-%j.log
+#SBATCH --open-mode=append
+#SBATCH --requeue
+#SBATCH --signal=TERM@120
+
+{srun}
+code=$?
+# Ended by a signal, as when the time limit is near: the same job goes on later.
+if [ "$code" -gt 128 ] && [ "${{SLURM_RESTART_COUNT:-0}}" -lt {restarts} ]; then
+  scontrol requeue "$SLURM_JOB_ID"
+fi
+exit "$code"
+"""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Options(commands.NamedOptions):
+  """The options of `python -m launch.slurm`."""
+
+  nodes: int = option(1, 'How many nodes.', 1)
+  gpus_per_node: int = option(1, 'GPUs, and so tasks, of each node.', 1)
+
+
+def script(options: Options, python: str = sys.executable) -> str:
+  """The batch script.
+
+  JAX reads from the variables of Slurm who is who. It wants each task to see
+  all GPUs of its node, hence no --gpus-per-task (jax-ml/jax#28194).
+  """
+  srun = ['srun', '--kill-on-bad-exit=1', python, '-m', 'mwrobust.main']
+  return _SCRIPT.format(
+    name=options.name,
+    made_by=MADE_BY,
+    nodes=options.nodes,
+    gpus=options.gpus_per_node,
+    folder=f'{FOLDER}/{options.name}',
+    srun=commands.text_of([*srun, *options.worker_args]),
+    restarts=options.max_restarts,
+  )
+
+
+def build(options: Options) -> list[list[str]]:
+  """Who is there already, and what submits it."""
+  name = options.name
+  return [
+    ['squeue', '--me', '--noheader', f'--name={name}', '--format=%A %k'],
+    ['sbatch', '--parsable', f'{FOLDER}/{name}/job.sh'],
+  ]
+
+
+def launch(options: Options) -> int:
+  """Submits the job, unless it is there."""
+  squeue, sbatch = build(options)
+  if options.dry_run:
+    if not options.delete:
+      print(script(options))
+    steps = [squeue, ['scancel', 'JOB']] if options.delete else [squeue, sbatch]
+    print('\n'.join(map(commands.text_of, steps)))
+    return 0
+
+  def jobs() -> list[str]:
+    """Those of this name that the launcher made."""
+    lines = commands.output(squeue).splitlines()
+    words = [line.split() for line in lines]
+    return [job[0] for job in words if job[1:] == [f'made-by={MADE_BY}']]
+
+  found = jobs()
+  if options.delete:
+    for job in found:
+      commands.output(['scancel', job])
+    say(f'Cancelled: {", ".join(found) or "there was none"}.')
+    return 0
+  if not found:
+    path = pathlib.Path(sbatch[-1])
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(script(options))
+    # A submission that timed out may be in the queue all the same.
+    submitted = commands.output(sbatch, settled=lambda: bool(jobs()))
+    found = submitted.split() or jobs()
+  say(f'Job {", ".join(found)}, log in {FOLDER}/{options.name}.')
+  return 0
+
+
+if __name__ == '__main__':
+  commands.run(launch, Options)

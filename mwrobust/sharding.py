@@ -1,0 +1,151 @@
+"""Devices and processes; the only file that knows meshes and jax.distributed.
+
+Data parallel over a 1-D mesh of all devices of all processes: the state is
+replicated, the batch is split. Each example has its own randomness, so numbers
+do not depend on how many devices there are.
+"""
+
+import functools
+import importlib.util
+import os
+import pathlib
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from mwrobust.errors import UserError
+
+# For those who start the processes by hand; flags come first.
+VARIABLES = ('JAX_COORDINATOR_ADDRESS', 'JAX_NUM_PROCESSES', 'JAX_PROCESS_ID')
+
+
+def initialize(
+  distributed: str = 'auto',
+  coordinator_address: str | None = None,
+  num_processes: int | None = None,
+  process_id: int | None = None,
+) -> None:
+  """Joins the other processes of the job, if there are any.
+
+  Args:
+    distributed: `'off'`: alone. `'on'`: with others; what is not given, JAX
+      finds out from the cluster. `'auto'`: on if the job is explicitly one of
+      several, on TPU hosts, and in SLURM jobs of several tasks.
+    coordinator_address: of process 0, `host:port`.
+    num_processes: of the job.
+    process_id: of this one, from 0.
+  """
+  given = (coordinator_address, num_processes, process_id)
+  if all(value is None for value in given) and VARIABLES[1] in os.environ:
+    address, count, number = map(os.environ.get, VARIABLES)
+    given = address, _whole(count, VARIABLES[1]), _whole(number, VARIABLES[2])
+  explicit = any(value is not None for value in given)
+  wanted = distributed == 'on'
+  if distributed == 'auto':
+    wanted = explicit or _on_tpu_host() or _among_slurm_tasks()
+  if not wanted:
+    return
+  if explicit and None in given:
+    raise UserError(
+      '--coordinator_address, --num_processes and --process_id belong '
+      f'together; given are {given}.'
+    )
+  if explicit and not 0 <= given[2] < given[1]:
+    raise UserError(
+      f'--process_id={given[2]} must be from 0 to {given[1] - 1}, one less '
+      f'than --num_processes={given[1]}.'
+    )
+  jax.distributed.initialize(*given)
+
+
+def _whole(text: str | None, name: str) -> int | None:
+  if text is not None and not text.isdecimal():
+    raise UserError(f'{name}={text} must be a whole number.')
+  return None if text is None else int(text)
+
+
+def _on_tpu_host() -> bool:
+  chips = ('/dev/accel0', '/dev/vfio/0')
+  return importlib.util.find_spec('libtpu') is not None and any(
+    pathlib.Path(chip).exists() for chip in chips
+  )
+
+
+def _among_slurm_tasks() -> bool:
+  return int(os.environ.get('SLURM_STEP_NUM_TASKS', '1')) > 1
+
+
+def is_distributed() -> bool:
+  """Whether there are other processes."""
+  return jax.process_count() > 1
+
+
+def stop_is_agreed(check: int) -> bool:
+  """Whether a SIGTERM came to a process, and this is where all shall stop.
+
+  Args:
+    check: counts the calls; all processes call it in the same places.
+  """
+  return multihost_utils.reached_preemption_sync_point(check)
+
+
+def is_first_process() -> bool:
+  """Whether this process is the one that writes and prints."""
+  return jax.process_index() == 0
+
+
+@functools.cache
+def mesh() -> jax.sharding.Mesh:
+  """All devices of all processes, along `data`."""
+  auto = (jax.sharding.AxisType.Auto,)
+  return jax.make_mesh((jax.device_count(),), ('data',), axis_types=auto)
+
+
+def replicated() -> NamedSharding:
+  """The same on every device."""
+  return NamedSharding(mesh(), P())
+
+
+def split_rows(rows: np.ndarray, *arrays: np.ndarray) -> tuple[jax.Array, ...]:
+  """The rows of each array, split over the devices along the first axis.
+
+  A process touches only the rows of its own devices.
+  """
+  sharding = NamedSharding(mesh(), P('data'))
+
+  def take(array: np.ndarray) -> jax.Array:
+    shape = (len(rows), *array.shape[1:])
+    return jax.make_array_from_callback(
+      shape, sharding, lambda index: array[rows[index[0]]]
+    )
+
+  return tuple(map(take, arrays))
+
+
+def by_example(
+  function: Callable[[Any, Any], Any],
+) -> Callable:
+  """Runs `function(shared, batch)` on each device with its part of the batch.
+
+  For functions that treat each example by itself, such as attacks: no device
+  waits for another inside of their loops.
+  """
+  return jax.shard_map(
+    function, mesh=mesh(), in_specs=(P(), P('data')), out_specs=P('data')
+  )
+
+
+def round_up(batch_size: int) -> int:
+  """To a number of examples that the devices can share."""
+  return -(-batch_size // mesh().size) * mesh().size
+
+
+def wait_for_all(what: str) -> None:
+  """Returns when all processes have come to this point."""
+  if is_distributed():
+    multihost_utils.sync_global_devices(what)

@@ -1,0 +1,292 @@
+"""The same numbers on any number of devices and processes, killed or not."""
+
+import json
+import os
+import pathlib
+import random
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+import jax
+import numpy as np
+import pytest
+from tiny_run import tiny
+
+from launch import local
+from mwrobust import checkpoints, sharding
+from mwrobust.errors import UserError
+from mwrobust.job import prepare
+from mwrobust.outcomes import Outcomes
+
+ROOT = pathlib.Path(__file__).parent.parent
+CHANGES = {  # 24 steps, and a network good enough to stand now and then.
+  'data.train_examples': 160,
+  'threats.eps_linf': 0.02,
+  'threats.eps_l2': 0.2,
+  'threats.eps_l1': 1.0,
+  'optimizer.learning_rate': 0.02,
+  'optimizer.drops': (99,),
+  'train.h': 1,
+  'eval.health_examples': 0,
+}
+
+# A worker of a launch. Where the file `kill` in the workdir's parent says so,
+# the last process kills itself there, once.
+WORKER = """
+import os, pathlib, sys, threading
+root, workdir = sys.argv.pop(1), pathlib.Path(sys.argv.pop(1))
+sys.path[:0] = [root, root + '/tests']
+import conftest
+from tiny_run import tiny
+from test_multiprocess import CHANGES
+from mwrobust import command_line, main, train
+
+plan = workdir.parent / 'kill'
+me = int(next(a for a in sys.argv if '--process_id' in a).split('=')[1])
+point = plan.read_text() if me == 1 and plan.exists() else ''
+
+def die(*args):
+  plan.unlink()
+  os.kill(os.getpid(), 9)
+
+if point == 'training':
+  trained = train._Log.trained
+  train._Log.trained = lambda self, *args: (
+    die() if self.step == 12 else trained(self, *args)
+  )
+elif point == 'validation':
+  losses = train.validation_losses
+  train.validation_losses = lambda job, state, step, pause: losses(
+    job, state, step, die if step > 8 else pause
+  )
+elif point == 'saving':
+  def watch():
+    folder = workdir / 'checkpoints'
+    while not (folder.is_dir() and any('tmp' in n for n in os.listdir(folder))):
+      pass
+    die()
+  threading.Thread(target=watch, daemon=True).start()
+
+main._CONFIG = type('Flag', (), {'value': tiny(**CHANGES)})
+main._WORKDIR = type('Flag', (), {'value': str(workdir)})
+main.default_config = lambda given: root + '/configs/quickstart.py'
+command_line.run(main.main, main.default_config)
+"""
+
+
+def launch(workdir, max_restarts=0):
+  """Two processes of two devices, as `python -m launch.local` starts them."""
+  worker = [sys.executable, '-c', WORKER, str(ROOT), str(workdir)]
+  options = local.Options(num_processes=2, max_restarts=max_restarts)
+  return local.launch(options, main=worker)
+
+
+# One process that trains on 1, 2 and 4 of its devices, and goes on, on 4, with
+# what 2 processes have left.
+CHILD = """
+import os, pathlib, sys
+root, folder = sys.argv[1:]
+sys.path[:0] = [root, root + '/tests']
+import conftest
+os.environ['XLA_FLAGS'] = os.environ['XLA_FLAGS'].replace('count=2', 'count=4')
+import jax
+from tiny_run import tiny
+from test_multiprocess import CHANGES
+from mwrobust import sharding, train
+
+assert jax.device_count() == 4
+auto = (jax.sharding.AxisType.Auto,)
+for name, devices in (('1', 1), ('2', 2), ('4', 4), ('begun', 4)):
+  mesh = jax.make_mesh(
+    (devices,), ('data',), axis_types=auto, devices=jax.devices()[:devices]
+  )
+  sharding.mesh = lambda mesh=mesh: mesh
+  train.train_and_evaluate(tiny(**CHANGES), f'{folder}/{name}')
+"""
+
+
+@pytest.fixture(scope='module')
+def runs(tmp_path_factory):
+  """Workdirs of the same run, on different devices and processes."""
+  folder = tmp_path_factory.mktemp('runs')
+  assert launch(folder / 'processes') == 0
+  # Killed in the second outer step of three; one process will go on.
+  (folder / 'kill').write_text('training')
+  assert launch(folder / 'begun') == 128 + signal.SIGKILL
+  assert os.listdir(folder / 'begun' / 'checkpoints') == ['1']
+  result = subprocess.run(
+    [sys.executable, '-c', CHILD, str(ROOT), str(folder)],
+    capture_output=True,
+    text=True,
+    check=False,
+    timeout=600,
+  )
+  assert result.returncode == 0, result.stderr
+  assert 'Going on from step 8 of 24' in result.stdout
+  return folder
+
+
+def state_of(workdir):
+  like = prepare(tiny(**CHANGES)).init()
+  (state,) = checkpoints.last(pathlib.Path(workdir), 1, like)
+  assert int(state.step) == 24
+  return state
+
+
+def chosen(workdir):
+  lines = pathlib.Path(workdir, 'metrics.jsonl').read_text().splitlines()
+  rows = [row for row in map(json.loads, lines) if row['kind'] == 'train']
+  return [(row['step'], row['chosen']) for row in rows]
+
+
+def assert_same_run(found, expected):
+  assert chosen(found) == chosen(expected)
+  for ours, theirs in zip(
+    jax.tree.leaves(state_of(found)),
+    jax.tree.leaves(state_of(expected)),
+    strict=True,
+  ):
+    np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize('name', ['2', '4', 'processes', 'begun'])
+def test_numbers_do_not_depend_on_devices_and_processes(runs, name):
+  """Nor on going on with a checkpoint of other ones."""
+  assert_same_run(runs / name, runs / '1')
+  ours, theirs = (
+    Outcomes.load(runs / workdir / 'eval' / 'h=1.npz')
+    for workdir in (name, '1')
+  )
+  np.testing.assert_array_equal(ours.correct, theirs.correct)
+  np.testing.assert_allclose(ours.loss, theirs.loss, rtol=1e-3, atol=1e-3)
+  assert 0.1 < theirs.correct.mean() < 0.9
+
+
+def test_one_process_writes(runs):
+  events = os.listdir(runs / 'processes' / 'tensorboard')
+  assert len(events) == 1
+  assert (runs / 'processes' / 'eval' / 'h=1.npz').exists()
+
+
+def test_killed_workers_cost_the_steps_since_the_checkpoint(
+  runs, tmp_path, capfd
+):
+  """In training, while saving and in validation, one after the other."""
+  workdir = tmp_path / 'run'
+  for point in ('training', 'saving', 'validation'):
+    (tmp_path / 'kill').write_text(point)
+    assert launch(workdir) == 128 + signal.SIGKILL
+    assert not (tmp_path / 'kill').exists()
+    told = ''.join(capfd.readouterr())
+    assert 'launch: process 1 was killed by SIGKILL' in told
+  (tmp_path / 'kill').write_text('validation')
+  assert launch(workdir, max_restarts=1) == 0
+  assert 'Restart 1 of 1' in ''.join(capfd.readouterr())
+  assert_same_run(workdir, runs / 'processes')
+
+
+def test_sigterm_saves_and_ends_all(runs, tmp_path, capfd):
+  workdir = tmp_path / 'run'
+
+  def stop_when_training():
+    metrics = workdir / 'metrics.jsonl'
+    while not (metrics.exists() and metrics.read_text()):
+      time.sleep(0.01)
+    os.kill(os.getpid(), signal.SIGTERM)
+
+  threading.Thread(target=stop_when_training, daemon=True).start()
+  assert launch(workdir) == 128 + signal.SIGTERM
+  told = ''.join(capfd.readouterr())
+  assert 'Interrupted by SIGTERM. Run the same command again' in told
+  assert os.listdir(workdir / 'interrupted')
+  assert launch(workdir) == 0
+  assert 'Going on from step' in ''.join(capfd.readouterr())
+  assert_same_run(workdir, runs / 'processes')
+
+
+@pytest.mark.slow
+def test_ten_random_kills(runs, tmp_path, capfd):
+  workdir = tmp_path / 'run'
+  dice = random.Random(0)
+  kills, done = [], threading.Event()
+
+  def kill_at_random():
+    while len(kills) < 10 and not done.wait(dice.uniform(3, 12)):
+      workers = subprocess.run(
+        ['pgrep', '-f', f'-c .*{workdir} --coordinator_address'],
+        capture_output=True,
+        text=True,
+        check=False,
+      ).stdout.split()
+      if workers:
+        os.kill(int(dice.choice(workers)), signal.SIGKILL)
+        kills.append(None)
+
+  killer = threading.Thread(target=kill_at_random)
+  killer.start()
+  try:
+    code = launch(workdir, max_restarts=10)
+  finally:
+    done.set()
+    killer.join()
+  told = ''.join(capfd.readouterr())
+  assert code == 0, told
+  assert told.count('was killed by SIGKILL') == len(kills) > 0
+  assert_same_run(workdir, runs / 'processes')
+
+
+# ------------------------------------------------------------------- the flags
+
+
+@pytest.fixture
+def joined(monkeypatch):
+  calls = []
+  monkeypatch.setattr(
+    jax.distributed, 'initialize', lambda *args: calls.append(args)
+  )
+  for name in (*sharding.VARIABLES, 'SLURM_STEP_NUM_TASKS'):
+    monkeypatch.delenv(name, raising=False)
+  return calls
+
+
+def test_alone_unless_told_otherwise(joined, monkeypatch):
+  sharding.initialize()
+  sharding.initialize('off', 'host:1', 2, 0)
+  assert joined == []
+  sharding.initialize('auto', 'host:1', 2, 1)
+  sharding.initialize('on')
+  monkeypatch.setenv('SLURM_STEP_NUM_TASKS', '4')
+  sharding.initialize()
+  for name, value in zip(sharding.VARIABLES, ('host:2', '3', '0'), strict=True):
+    monkeypatch.setenv(name, value)
+  sharding.initialize()
+  nothing = (None, None, None)
+  assert joined == [('host:1', 2, 1), nothing, nothing, ('host:2', 3, 0)]
+
+
+@pytest.mark.parametrize(
+  ('given', 'message'),
+  [
+    (('host:1', 2, None), 'belong together'),
+    ((None, None, 0), 'belong together'),
+    (('host:1', 2, 2), 'must be from 0 to 1'),
+  ],
+)
+def test_flags_that_do_not_fit_together(given, message, joined):
+  with pytest.raises(UserError, match=message):
+    sharding.initialize('auto', *given)
+  assert joined == []
+
+
+def test_variables_must_be_numbers(joined, monkeypatch):
+  monkeypatch.setenv('JAX_NUM_PROCESSES', 'two')
+  with pytest.raises(UserError, match='JAX_NUM_PROCESSES=two must be a whole'):
+    sharding.initialize()
+
+
+def test_a_batch_that_cannot_be_shared(tmp_path):
+  with pytest.raises(UserError, match=r'batch_size = 21 cannot be shared by 2'):
+    prepare(tiny(**{'train.batch_size': 21}))
