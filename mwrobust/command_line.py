@@ -78,7 +78,7 @@ def call(main: Callable[[list[str]], None], argv: list[str]) -> None:
 def _given_flags(argv: list[str]) -> dict[str, str]:
   """What `--name=value` and `--name value` say, before absl has parsed them."""
   given = {}
-  for arg, following in zip(argv, [*argv[1:], ''], strict=True):
+  for arg, following in zip(argv, [*argv, ''][1:], strict=True):
     if arg.startswith('-'):
       name, equals, value = arg.lstrip('-').partition('=')
       given[name] = value if equals else following

@@ -205,6 +205,7 @@ def _begin(
     'data': job.data.name,
     'seed': job.config.seed,
     'outer_steps': network.outer_steps,
+    'members': len(network.members),
     'threats': list(map(dataclasses.asdict, threats)),
   }
   return Outcomes.begin(

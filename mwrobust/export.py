@@ -41,7 +41,8 @@ def export(
       "algorithm = 'ensemble' returns many networks, and an export holds one: "
       "train with algorithm = 'scalable'."
     )
-  run = runs.load(workdir)
+  settings = evaluate.changed_settings(config, epath.Path(workdir))
+  run = runs.load(workdir, settings)
   job = prepare(config)
   network = next(
     network
@@ -49,7 +50,13 @@ def export(
     if network.is_output
   )
   (variables,) = network.members
-  outcomes = run.evaluations[network.name]
+  outcomes = run.evaluations.get(network.name)
+  steps = list(network.outer_steps)
+  if outcomes is None or outcomes.settings['outer_steps'] != steps:
+    raise UserError(
+      f'{network.name} of the outer steps {steps} is not evaluated yet: type '
+      f'{runs.evaluation_command(workdir, settings)}'
+    )
   card = {
     'network': network.name,
     'outer_steps': network.outer_steps,

@@ -169,10 +169,14 @@ class Outcomes:
     return (fooled & (fooled.sum(axis=0) == 1)).sum(axis=1)
 
   def gradient_evaluations(self) -> tuple[int, int]:
-    """Done; and of the full protocol, every start on every example."""
-    done = int((self.starts.sum(axis=1, dtype=np.int64) * self.steps).sum())
-    full = self.restarts * len(self.labels) * int(self.steps.sum())
-    return done, full
+    """Done; and of the full protocol, every start on every example.
+
+    An ensemble takes one for each of its members.
+    """
+    members = self.settings.get('members', 1)
+    done = (self.starts.sum(axis=1, dtype=np.int64) * self.steps).sum()
+    full = self.restarts * len(self.labels) * self.steps.sum()
+    return int(members * done), int(members * full)
 
   # ---- on disk
 

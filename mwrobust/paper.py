@@ -6,6 +6,12 @@ convexity; the average of the parameters is only there.
 
 from typing import NamedTuple
 
+_PIXEL, _DCT = (
+  tuple(f'{space}_{norm}' for norm in ('linf', 'l2', 'l1'))
+  for space in ('pixel', 'dct')
+)
+THREATS = _PIXEL + _DCT
+
 
 class Figure(NamedTuple):
   """The mean over the paper's runs, and their standard deviation."""

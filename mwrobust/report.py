@@ -8,9 +8,11 @@ mean and standard deviation. Everything is computed from `eval/*.npz` and
 `metrics.jsonl` in the workdirs.
 """
 
+import functools
 import os
 import re
 import statistics
+import textwrap
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
@@ -19,7 +21,7 @@ import numpy as np
 from absl import flags
 from etils import epath
 
-from mwrobust import command_line, health, metrics, page, paper, runs
+from mwrobust import command_line, datasets, health, metrics, page, paper, runs
 from mwrobust import config as config_lib
 from mwrobust.errors import UserError
 from mwrobust.metrics import format_duration
@@ -48,7 +50,8 @@ Column = tuple[str, str]  # A method, and the network of it that is evaluated.
 
 def text(words: str) -> Part:
   """A paragraph."""
-  return Part(page.paragraph(words), words)
+  lines = map(functools.partial(textwrap.fill, width=80), words.splitlines())
+  return Part(page.paragraph(words), '\n'.join(lines))
 
 
 def picture(html: str, heading: str = '') -> Part:
@@ -151,8 +154,18 @@ def to_markdown(sections: Sequence[Section]) -> str:
 def run_sections(run: Run) -> list[Section]:
   """All there is to say about one run."""
   output = run.evaluations.get(run.output)
+  notes = [text(describe(run.config))]
+  if run.outer_step < run.config.train.T:
+    notes.append(
+      text(f'Only trained to outer step {run.outer_step}: not the whole run.')
+    )
+  if output is None:
+    command = runs.evaluation_command(run.workdir, run.settings)
+    notes.append(
+      text(f'{run.output}, its output, is not evaluated yet: type {command}')
+    )
   sections = [
-    ('Accuracy', [text(describe(run.config)), *accuracy_parts([run])]),
+    ('Accuracy', [*notes, *accuracy_parts([run])]),
     ('Were the attacks strong enough?', [health_part([run])]),
     ('Training', training_parts(run)),
     ('Cost', [cost_table([run])]),
@@ -184,7 +197,7 @@ def merged_sections(merged: Sequence[Run]) -> list[Section]:
       'Accuracy',
       [
         text(describe(merged[0].config, seeds=False)),
-        text(f'Runs: {which}. Mean ± standard deviation over the seeds.'),
+        text(f'Runs: {which}.'),
         *accuracy_parts(merged),
       ],
     ),
@@ -239,10 +252,12 @@ def accuracy_parts(
     text(
       f'On the first {len(outcomes.labels)} test images, '
       f'{"one start" if starts == 1 else f"{starts} starts"}, '
-      f'{" and ".join(map(str, steps))} steps. Min is the lowest of the rows '
-      'above it; union counts the images that stand up to every one of the '
-      'attacks. In brackets, a 95 % interval, or ± the standard deviation over '
-      'the seeds.'
+      f'{" and ".join(map(str, steps))} steps. '
+      + 'Min is the lowest of the rows above it; union counts the images that '
+      'stand up to every one of the attacks. '
+      * ('union' in rows)
+      + 'Beside each its 95 % interval, or ± the standard deviation over the '
+      'seeds.'
     ),
     table(
       ['accuracy, %', *names.values()],
@@ -254,13 +269,18 @@ def accuracy_parts(
   ]
   figures = paper.ACCURACIES.get((paper_data(merged[0].config), starts), {})
   figures = {column: figures[column] for column in groups if column in figures}
+  # Over other threats, the worst and the union are something else.
+  six = outcomes.threats == paper.THREATS
   if figures:
     header, cells = ['beside the paper'], [[row] for row in rows]
     for column, theirs in figures.items():
       header += [f'{names[column]}\npaper', 'verdict']
       for row, line in zip(rows, cells, strict=True):
-        line += beside_the_paper(groups[column], theirs.get(row), row)
-    parts += [table(header, cells), text(comparability(merged[0].config))]
+        comparable = six or row not in ('min', 'union')
+        figure = theirs.get(row) if comparable else None
+        line += beside_the_paper(groups[column], figure, row)
+    differences = comparability(evaluated_config(merged[0]))
+    parts += [table(header, cells), text(differences)]
   return parts
 
 
@@ -319,11 +339,16 @@ def paper_data(config: ml_collections.ConfigDict) -> str:
 
 
 def comparability(config: ml_collections.ConfigDict) -> str:
-  """What the paper's figures were made with that the run was not."""
+  """What the paper's figures were made with that a run was not.
+
+  Args:
+    config: see `evaluated_config`.
+  """
   theirs = config_lib.flatten(config_lib.preset('paper', paper_data(config)))
   ours = config_lib.flatten(config)
   skipped = ('seed', 'preset', 'policy.name', 'policy.threat', 'data.dir')
-  skipped += ('eval.', 'train.log_every')
+  skipped += ('eval.restarts', 'eval.batch_size', 'eval.health_examples')
+  skipped += ('eval.strict', 'eval.recalibrate', 'train.log_every')
   differing = [
     f'{field} {ours.get(field)} (paper: {theirs.get(field)})'
     for field in sorted(ours | theirs)
@@ -340,28 +365,61 @@ def comparability(config: ml_collections.ConfigDict) -> str:
   )
 
 
+def evaluated_config(run: Run) -> ml_collections.ConfigDict:
+  """The run's config, with the fields its evaluation was really made with."""
+  config = run.config.copy_and_resolve_references()
+  outcomes = next(iter(run.evaluations.values()))
+  images = len(outcomes.labels)
+  everything = images == datasets.SIZES[config.data.name][2]
+  config.eval.examples = 0 if everything else images
+  for threat in outcomes.settings['threats']:
+    if threat['norm'] == 'l1':
+      config.eval.slide_steps = threat['steps']
+    else:
+      config.eval.pgd_steps = threat['steps']
+    config.eval.percentile = threat['percentile']
+  return config
+
+
 # ----------------------------------------------------------------- other parts
 
 
 def health_part(merged: Sequence[Run]) -> Part:
-  """The checks that failed; of a single run's output, those that passed too."""
-  several = len(merged) > 1
-  rows, marks = [], {}
+  """One run: what failed, and of its output what passed. Several: what failed.
+
+  Of several runs, what they return is looked at; the seeds of a method share a
+  line.
+  """
+  found = {}  # By what it is of: the checks, and the seeds they are of.
   for run in merged:
-    of_run = f'{method_title(run.method)}, seed {run.config.seed}, ' * several
     for network, outcomes in run.evaluations.items():
+      is_output = network == run.output
       for check in health.checks(outcomes, run.probes.get(network)):
-        if check.passed and (several or network != run.output):
-          continue
-        marks[len(rows), 1] = 'good' if check.passed else 'bad'
-        name = f'{of_run}{network}: {check.name}'
-        word = 'ok' if check.passed else 'LOOK'
-        rows.append([name, word, check.finding])
-  note = 'What is not listed has passed.'
+        if len(merged) == 1 and (is_output or not check.passed):
+          found.setdefault((network, check.name), []).append((run, check))
+        elif is_output and not check.passed:
+          key = method_title(run.method), check.name
+          found.setdefault(key, []).append((run, check))
+  rows, marks = [], {}
+  for (name, check_name), checks in found.items():
+    _, first = checks[0]
+    seeds = ', '.join(str(run.config.seed) for run, _ in checks)
+    of = f' (seed {seeds}; of the first:)' * (len(merged) > 1)
+    marks[len(rows), 1] = 'good' if first.passed else 'bad'
+    word = 'ok' if first.passed else 'LOOK'
+    rows.append([f'{name}: {check_name}{of}', word, first.finding])
+  outputs = ', '.join(dict.fromkeys(run.output for run in merged))
+  note = (
+    'What is not listed has passed. One more start, margin loss and twice the '
+    f'steps are tried on {outputs} only'
+  )
+  without = [str(run.workdir) for run in merged if run.output not in run.probes]
+  if without:
+    note += f', and were not tried in {", ".join(without)}'
   lines = [f'- {word}  {name}: {finding}' for name, word, finding in rows]
   return Part(
-    page.table(['check', '', 'finding'], rows, note, marks),
-    '\n'.join([*lines, '', note]),
+    page.table(['check', '', 'finding'], rows, f'{note}.', marks),
+    '\n'.join([*lines, '', f'{note}.']),
   )
 
 
@@ -389,7 +447,10 @@ def overlap_parts(outcomes: Outcomes) -> list[Part]:
   """Who fools what: shares in common, and what a threat fools alone."""
   overlap = outcomes.overlap()
   fooled = np.diag(overlap)
-  shares = 100 * overlap / np.maximum(1, fooled)[:, None]
+  shares = [
+    [100 * both / count if count else None for both in row]
+    for row, count in zip(overlap, fooled, strict=True)
+  ]
   caption = (
     "Of the images that the row's threat fools, the percentage that the "
     "column's fools too; of those that are classified correctly without an "
@@ -402,10 +463,10 @@ def overlap_parts(outcomes: Outcomes) -> list[Part]:
     for name, count, only in zip(names, fooled, alone, strict=True)
   ]
   as_text = [
-    [name, *(f'{share:.0f}' for share in row)]
+    [name, *('-' if share is None else f'{share:.0f}' for share in row)]
     for name, row in zip(names, shares, strict=True)
   ]
-  heat_map = page.heat_map(names, names, shares.tolist(), caption=caption)
+  heat_map = page.heat_map(names, names, shares, caption=caption)
   return [
     table(['threat', 'images fooled', 'by it alone'], numbers),
     Part(heat_map, f'{caption}\n\n{markdown_table(["", *names], as_text)}'),
@@ -480,7 +541,8 @@ def cost_table(merged: Sequence[Run]) -> Part:
   rows = []
   for run in merged:
     last = run.outer[-1] if run.outer else {}
-    spent = (o.gradient_evaluations()[0] for o in run.evaluations.values())
+    evaluated = (*run.evaluations.values(), *run.probes.values())
+    spent = (outcomes.gradient_evaluations()[0] for outcomes in evaluated)
     rows.append(
       [
         f'{method_title(run.method)}, seed {run.config.seed}',
@@ -490,10 +552,10 @@ def cost_table(merged: Sequence[Run]) -> Part:
       ]
     )
   return table(
-    ['run', 'gradient evaluations', 'training time', 'of the evaluation'],
+    ['run', 'training, gradients', 'training, time', 'evaluation, gradients'],
     rows,
-    'One gradient evaluation is one image once forward and back. Validation is '
-    'inside training.',
+    'A gradient is one image once forward and back. Training includes its '
+    'validations and, in time, what was compiled.',
   )
 
 
@@ -524,11 +586,13 @@ def picture_parts(outcomes: Outcomes) -> list[Part]:
       )
     rows += [(f'image {outcomes.ids[i]}', attacked), ('difference', difference)]
   return [
-    text(
-      'Each test image, and what each threat made of it. Below, the '
-      'difference, magnified until its largest entry is black or white (grey '
-      'is none), and its l∞ distance in pixels: an image that is near in the '
-      'DCT may be far in pixels.'
+    picture(
+      page.paragraph(
+        'Each test image, and what each threat made of it. Below, the '
+        'difference, magnified until its largest entry is black or white (grey '
+        'is none), and its l∞ distance in pixels: an image that is near in the '
+        'DCT may be far in pixels.'
+      )
     ),
     picture(page.picture_grid(['image', *outcomes.threats], rows)),
   ]
@@ -540,28 +604,32 @@ def _to_bytes(image: np.ndarray) -> np.ndarray:
 
 # ------------------------------------------------------------------------ main
 
-_OUTPUT = flags.DEFINE_string(
-  'output',
-  None,
-  'Folder of the report; the workdir for one run, runs/report for several.',
-)
-_SETTINGS = flags.DEFINE_string(
-  'settings',
-  '',
-  'Which evaluation to show, as its files are called: restarts=20. The one the '
-  'run was made with by default.',
-)
+
+def define_flags() -> None:
+  """Those of this program; programs that import it have others."""
+  flags.DEFINE_string(
+    'output',
+    None,
+    'Folder of the report; the workdir for one run, runs/report for several.',
+  )
+  flags.DEFINE_string(
+    'settings',
+    '',
+    'Which evaluation to show, as its files are called: restarts=20. The one '
+    'the run was made with by default.',
+  )
 
 
 def main(argv: list[str]) -> None:
   """Reports on the runs that are named."""
   if not argv:
     raise UserError('Name the workdir of a run, or of several.')
-  settings = f'-{_SETTINGS.value}' if _SETTINGS.value else ''
+  settings = flags.FLAGS.settings and f'-{flags.FLAGS.settings}'
   merged = [runs.load(workdir, settings) for workdir in argv]
   default = merged[0].workdir if len(merged) == 1 else 'runs/report'
-  write(merged, _OUTPUT.value or default, print)
+  write(merged, flags.FLAGS.output or default, print)
 
 
 if __name__ == '__main__':
+  define_flags()
   command_line.run(main)

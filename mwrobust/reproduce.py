@@ -11,6 +11,7 @@ needs them. Killed, the same command goes on.
 
 import functools
 import json
+import math
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -36,6 +37,7 @@ from mwrobust import (
 )
 from mwrobust import config as config_lib
 from mwrobust.errors import UserError
+from mwrobust.job import refuse_another_run
 from mwrobust.metrics import format_duration
 
 POLICIES = ('greedy', 'round_robin', 'multiplicative_weights')
@@ -96,6 +98,8 @@ def plan(
     seeds: of the runs.
     folder: of their workdirs.
   """
+  if table.networks and 'h=1' not in table.networks and _window(config) == 1:
+    raise UserError('This table is about averages: it needs train.h > 1.')
   planned = []
   for method in table.methods:
     for seed in seeds:
@@ -108,6 +112,11 @@ def plan(
       config_lib.validate(ours)
       planned.append(PlannedRun(method, ours, workdir))
   return planned
+
+
+def _window(config: ml_collections.ConfigDict) -> int:
+  """How many parameters make the output: h, or all T."""
+  return config.train.T if config.algorithm == 'ensemble' else config.train.h
 
 
 # ------------------------------------------------------------------- the costs
@@ -147,11 +156,16 @@ def gradient_evaluations(
   training += validations * validation_size * sum(steps.values())
 
   eval_steps = sum(t.steps for t in config_lib.make_threats(config, 'eval'))
-  h = schedule.h
-  networks = 1 if h == 1 else 2 + h  # h=1, the average, the h of the ensemble.
-  evaluation = networks * restarts * test_size * eval_steps
-  if config.eval.health_examples:
-    evaluation += 4 * min(config.eval.health_examples, test_size) * eval_steps
+  h = _window(config)
+  networks = 1  # The last parameters.
+  if h > 1:
+    networks += h  # The members of the ensemble.
+    average = config.algorithm != 'ensemble'
+    networks += average * (1 + config.eval.recalibrate)
+  starts = networks * restarts * (1 + config.eval.strict)
+  evaluation = starts * test_size * eval_steps
+  # One more start, the margin, and twice the steps.
+  evaluation += 4 * min(config.eval.health_examples, test_size) * eval_steps
   return round(training), round(evaluation)
 
 
@@ -167,7 +181,10 @@ def seconds_per_gradient(config: ml_collections.ConfigDict) -> float:
     **config.model.options,
   )
   images = jnp.full((config.train.batch_size, *shape), 0.5)
-  variables = model.init(jax.random.key(0), images[:1], train=False)
+  shapes = jax.eval_shape(
+    functools.partial(model.init, train=False), jax.random.key(0), images[:1]
+  )
+  variables = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
   steps = 3
   attack = attacks.make_attack(
     attacks.Threat(norm='linf', eps=0.1, steps=steps)
@@ -188,14 +205,20 @@ def seconds_per_gradient(config: ml_collections.ConfigDict) -> float:
 
 
 def describe_plan(planned: Sequence[PlannedRun], restarts: int) -> str:
-  """The runs with their cost, and the hours that are left."""
+  """The runs with their cost, and the hours that are left.
+
+  Refuses, before the first of them begins, a workdir with another run in it.
+  """
+  for run in planned:
+    refuse_another_run(run.workdir, run.config)
   seconds = seconds_per_gradient(planned[0].config)
   rows, left = [], 0
   for run in planned:
     training, evaluation = gradient_evaluations(run.config, restarts)
     status, done = _status(run, restarts)
-    remaining = max(0, training - done) + evaluation * (status != 'done')
-    remaining *= status != 'done'
+    remaining = 0
+    if status != 'done':
+      remaining = max(0, training - done) + evaluation
     left += remaining
     rows.append(
       [
@@ -216,16 +239,20 @@ def describe_plan(planned: Sequence[PlannedRun], restarts: int) -> str:
   )
 
 
-def _status(run: PlannedRun, restarts: int) -> tuple[str, int]:
-  """`'new'`, `'begun'` or `'done'`; and the gradient evaluations so far."""
+def _status(run: PlannedRun, restarts: int) -> tuple[str, float]:
+  """`'new'`, `'begun'` or `'done'`; and the gradients of training so far."""
   if not (run.workdir / 'config.json').exists():
     return 'new', 0
+  last = (runs.read_metrics(run.workdir) or [{'gradient_evaluations': 0}])[-1]
+  T = run.config.train.T  # noqa: N806
+  whole = last.get('outer_step') == T
+  trained = math.inf if whole else last['gradient_evaluations']
   try:
     loaded = runs.load(run.workdir, _settings(run, restarts))
   except UserError:
-    rows = runs.read_metrics(run.workdir)
-    return 'begun', rows[-1]['gradient_evaluations'] if rows else 0
-  return 'done' if loaded.output in loaded.evaluations else 'begun', 0
+    return 'begun', trained
+  is_done = loaded.outer_step == T and loaded.output in loaded.evaluations
+  return 'done' if is_done else 'begun', trained
 
 
 def _settings(run: PlannedRun, restarts: int) -> str:
@@ -259,7 +286,7 @@ def accuracy_section(
   table: TablePlan, found: Sequence[runs.Run]
 ) -> report.Section:
   """The table of accuracies, and the paper's."""
-  h = found[0].config.train.h
+  h = _window(found[0].config)
   networks = [network.format(h=h) for network in table.networks]
   columns = [(method, n) for method in table.methods for n in networks]
   return 'Accuracy', report.accuracy_parts(found, columns, table.rows)
@@ -321,43 +348,60 @@ def as_json(found: Sequence[runs.Run]) -> dict[str, Any]:
 
 # ------------------------------------------------------------------------ main
 
-_CONFIG = command_line.define_config(
-  'What all runs share; by default the file of the setting of the paper.'
-)
-_TABLE = flags.DEFINE_enum('table', None, list(TABLES), 'Which one to make.')
-_SEEDS = flags.DEFINE_list('seeds', ['0'], 'Of the runs of each method: 0,1,2.')
-_WORKDIR = flags.DEFINE_string(
-  'workdir', 'runs/reproduce', 'Folder of the runs and the tables.'
-)
-_DRY_RUN = flags.DEFINE_bool(
-  'dry_run', False, 'Only list the runs, with their cost and the hours left.'
-)
-flags.mark_flag_as_required('table')
+
+def define_flags() -> None:
+  """Those of this program; programs that import it have others."""
+  command_line.define_config(
+    'What all runs share; by default the file of the setting of the paper.'
+  )
+  flags.DEFINE_enum('table', None, list(TABLES), 'Which one to make.')
+  flags.DEFINE_list('seeds', ['0'], 'Of the runs of each method: 0,1,2.')
+  flags.DEFINE_string(
+    'workdir', 'runs/reproduce', 'Folder of the runs and the tables.'
+  )
+  flags.DEFINE_bool(
+    'dry_run', False, 'Only list the runs, with their cost and the hours left.'
+  )
+  flags.mark_flag_as_required('table')
 
 
 def main(argv: list[str]) -> None:
   """Plans, runs what is missing, writes the table."""
   command_line.no_arguments(argv)
-  table, folder = TABLES[_TABLE.value], epath.Path(_WORKDIR.value)
-  folder /= command_line.config_name()
+  given = flags.FLAGS
+  table, seeds = TABLES[given.table], parse_seeds(given.seeds)
+  folder = epath.Path(given.workdir) / command_line.config_name()
   say = functools.partial(print, flush=True)
-  planned = plan(table, _CONFIG.value, parse_seeds(_SEEDS.value), folder)
+  planned = plan(table, given.config, seeds, folder)
   say(describe_plan(planned, table.restarts))
-  if _DRY_RUN.value:
-    return
-  found = run_missing(planned, table.restarts, say)
+  if not given.dry_run:
+    found = run_missing(planned, table.restarts, say)
+    write(given.table, found, folder, say)
+
+
+def write(
+  name: str,
+  found: Sequence[runs.Run],
+  folder: epath.Path,
+  say: Callable[[str], None],
+) -> None:
+  """Writes a table over its runs as .md, .html and .json."""
   runs.check_mergeable(found)
+  table = TABLES[name]
   make_section = accuracy_section if table.networks else time_section
+  seeds = ', '.join(dict.fromkeys(str(run.config.seed) for run in found))
+  setting = f'{report.describe(found[0].config, seeds=False)}\nSeeds {seeds}.'
   sections = [
-    ('Setting', [report.text(report.describe(found[0].config, seeds=False))]),
+    ('Setting', [report.text(setting)]),
     make_section(table, found),
     ('Were the attacks strong enough?', [report.health_part(found)]),
     ('Cost', [report.cost_table(found)]),
   ]
   say('\n' + report.to_markdown(sections))
-  title = f"The paper's table: {_TABLE.value}"
-  report.write_files(folder / _TABLE.value, title, sections, say)
-  metrics.write_json(folder / f'{_TABLE.value}.json', as_json(found))
+  title = f"The paper's table {name}, on {found[0].config.data.name}"
+  report.write_files(folder / name, title, sections, say)
+  metrics.write_json(folder / f'{name}.json', as_json(found))
+  say(str(folder / f'{name}.json'))
 
 
 def parse_seeds(words: Sequence[str]) -> list[int]:
@@ -374,4 +418,5 @@ def default_config(given: dict[str, str]) -> str:
 
 
 if __name__ == '__main__':
+  define_flags()
   command_line.run(main, default_config)

@@ -43,10 +43,17 @@ class Run(NamedTuple):
   @property
   def output(self) -> str:
     """The network that the algorithm returns: `'h=3 average'`, ..."""
-    if self.config.algorithm == 'ensemble':
-      return f'h={self.config.train.T} ensemble'
-    h = self.config.train.h
-    return f'h={h} average' if h > 1 else 'h=1'
+    all_are_kept = self.config.algorithm == 'ensemble'
+    h = self.config.train.T if all_are_kept else self.config.train.h
+    if h == 1:
+      return 'h=1'
+    return f'h={h} {"ensemble" if all_are_kept else "average"}'
+
+  @property
+  def outer_step(self) -> int:
+    """How far it was trained when it was evaluated."""
+    outcomes = next(iter(self.evaluations.values()))
+    return outcomes.settings['outer_steps'][-1]
 
 
 def load(workdir: str | os.PathLike, settings: str = '') -> Run:
@@ -61,7 +68,7 @@ def load(workdir: str | os.PathLike, settings: str = '') -> Run:
   config = config_lib.load(workdir)
   evaluations, probes = {}, {}
   files = sorted((workdir / 'eval').glob('*.npz'))
-  for path in files:
+  for path in sorted(files, key=lambda path: 'strict' in path.name):
     name, dash, theirs = path.stem.removesuffix('_health').partition('-')
     if dash + theirs != settings:
       continue
@@ -70,11 +77,12 @@ def load(workdir: str | os.PathLike, settings: str = '') -> Run:
     if outcomes.complete:
       found[name.replace('_', ' ')] = outcomes
   if not evaluations:
-    known = sorted({path.stem.partition('-')[2] for path in files} - {''})
-    others = f' It has those with {", ".join(known)}.' if known else ''
+    stems = {path.stem.removesuffix('_health') for path in files}
+    known = sorted({stem.partition('-')[2] for stem in stems} - {''})
+    others = f' (it has those with {", ".join(known)})' if known else ''
     raise UserError(
-      f'{workdir} has no evaluation{f" with {settings[1:]}" * bool(settings)}: '
-      f'type python -m mwrobust.main --mode=eval --workdir={workdir}.{others}'
+      f'{workdir} has no evaluation{f" with {settings[1:]}" * bool(settings)}'
+      f'{others}: type {evaluation_command(workdir, settings)}'
     )
   rows = read_metrics(workdir)
   return Run(
@@ -86,6 +94,13 @@ def load(workdir: str | os.PathLike, settings: str = '') -> Run:
     evaluations=evaluations,
     probes=probes,
   )
+
+
+def evaluation_command(workdir: str | os.PathLike, settings: str) -> str:
+  """What to type for an evaluation that is missing."""
+  fields = [f'--config.eval.{field}' for field in settings.split('-')[1:]]
+  program = f'python -m mwrobust.main --mode=eval --workdir={workdir}'
+  return ' '.join([program, *fields])
 
 
 def read_metrics(workdir: epath.Path) -> list[dict[str, Any]]:
@@ -120,7 +135,7 @@ def check_mergeable(runs: Sequence[Run]) -> None:
     differing += [
       f'  the evaluation, {what}: {here} and {there}'
       for what, here, there in zip(
-        ('images', 'starts', 'steps'),
+        ('images', 'starts', 'outer step', 'steps', 'percentiles'),
         _protocol(first),
         _protocol(other),
         strict=True,
@@ -143,6 +158,9 @@ def check_mergeable(runs: Sequence[Run]) -> None:
     seen[key] = run.workdir
 
 
-def _protocol(run: Run) -> tuple[int, int, list[int]]:
+def _protocol(run: Run) -> tuple[Any, ...]:
   outcomes = next(iter(run.evaluations.values()))
-  return len(outcomes.labels), outcomes.restarts, outcomes.steps.tolist()
+  percentiles = [t['percentile'] for t in outcomes.settings['threats']]
+  steps = outcomes.steps.tolist()
+  images = len(outcomes.labels)
+  return images, outcomes.restarts, run.outer_step, steps, percentiles

@@ -141,7 +141,7 @@ def train(
           policy=job.policy.update(state.policy, losses),
           outer_step=state.outer_step + 1,
         )
-        log.validated(t, losses, job.policy.probabilities(state.policy, 0))
+        log.validated(t, losses, shares(job, state))
         checkpoints.save(state)
     except Interrupted:
       log.flush()
@@ -162,6 +162,13 @@ def mini_batches(
   indices = np.asarray(job.choose(state.policy, jnp.arange(first, last)))
   for step in range(start, last):
     yield indices[step - first].astype(np.int32), training_batch(job, step)
+
+
+def shares(job: Job, state: TrainState) -> np.ndarray:
+  """How often each threat is to be chosen from now on; turns are averaged."""
+  turns = range(len(job.threats))
+  each = [job.policy.probabilities(state.policy, turn) for turn in turns]
+  return np.mean(each, axis=0)
 
 
 def validation_losses(

@@ -69,11 +69,11 @@ def assert_same_logits(run, network, data):
 
   with np.load(run / 'eval' / f'{network.replace(" ", "_")}.npz') as arrays:
     expected = arrays['logits']
-  # In batches of 20, as they were evaluated.
+  # Up to rounding: they were evaluated on two devices.
   for first in (0, 10):
     rows = slice(first, first + 20)
-    np.testing.assert_array_equal(
-      logits_of(data.test.images[rows]), expected[rows]
+    np.testing.assert_allclose(
+      logits_of(data.test.images[rows]), expected[rows], 1e-4, atol=1e-6
     )
 
 

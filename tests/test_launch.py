@@ -764,7 +764,7 @@ def machine(tmp_path, fakes):
 
   def start(*args):
     return subprocess.Popen(
-      ['bash', str(ROOT / 'launch' / 'worker.sh'), 'job', 'tpu,tfds,gcs', *args],
+      ['bash', str(ROOT / 'launch' / 'worker.sh'), 'job', 'tpu,gcs', *args],
       env=os.environ | {'HOME': str(home)}, stdin=subprocess.DEVNULL,
       stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
     )  # fmt: skip
@@ -784,7 +784,7 @@ def test_worker_installs_once_and_runs(machine):
   home = machine.home / 'mwrobust'
   install = (
     f'uv pip install --quiet --python={home}/venv/bin/python '
-    f'--editable={home}/source[tpu,tfds,gcs]'
+    f'--editable={home}/source[tpu,gcs]'
   )
   assert log == [
     'curl', f'uv venv --quiet --python=>=3.11,<3.14 {home}/venv', install,
