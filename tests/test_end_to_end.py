@@ -12,6 +12,7 @@ import types
 import jax
 import numpy as np
 import pytest
+from absl import flags
 from tiny_run import tiny
 
 from mwrobust import checkpoints, command_line, evaluate, main, train
@@ -57,6 +58,7 @@ sys.path.insert(0, sys.argv[1])
 point, where, workdir = sys.argv[2], int(sys.argv[3]), sys.argv[4]
 
 import tests.conftest
+from absl import flags
 from mwrobust import command_line, evaluate, main, train
 from tests.tiny_run import tiny
 
@@ -106,9 +108,8 @@ elif point == 'disk':
   resource.setrlimit(resource.RLIMIT_FSIZE, (where, where))
   signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 
+flags.FLAGS(['main', '--workdir=' + workdir])
 main._CONFIG = type('Flag', (), {'value': tiny()})
-main._WORKDIR = type('Flag', (), {'value': workdir})
-main._MODE = type('Flag', (), {'value': 'train'})
 command_line.call(main.main, ['main'])
 """
 
@@ -443,10 +444,7 @@ def test_a_loss_that_is_not_finite_ends_the_run(tmp_path, monkeypatch, capsys):
 
   monkeypatch.setattr(train._Log, 'trained', diverging)
   monkeypatch.setattr(main, '_CONFIG', types.SimpleNamespace(value=tiny()))
-  monkeypatch.setattr(
-    main, '_WORKDIR', types.SimpleNamespace(value=str(workdir))
-  )
-  monkeypatch.setattr(main, '_MODE', types.SimpleNamespace(value='train'))
+  flags.FLAGS(['main', f'--workdir={workdir}'])
   with pytest.raises(SystemExit) as exit_:
     command_line.call(main.main, ['main'])
   assert 'loss is not finite between steps 8 and 12' in exit_.value.code

@@ -77,7 +77,7 @@ def full(attack):
   ]
 
 
-@pytest.mark.parametrize('batch_size', [7, 30, 64])
+@pytest.mark.parametrize('batch_size', [6, 30, 64])
 def test_survivors_alone_give_what_attacking_everyone_gives(
   attack, full, batch_size
 ):
@@ -113,29 +113,29 @@ def test_survivors_are_packed_into_full_batches(attack):
     return step(index, start, batch)
 
   outcomes = begin(attack)
-  for _ in evaluate.attack_survivors(outcomes, PLAN, recording, split, 7):
+  for _ in evaluate.attack_survivors(outcomes, PLAN, recording, split, 6):
     pass
-  assert set(shapes) == {(7, 12, 12, 1)}
+  assert set(shapes) == {(6, 12, 12, 1)}
   passes = [
     (outcomes.starts[threat] > start).sum()
     for threat in range(6)
     for start in range(RESTARTS)
   ]
-  assert len(shapes) == sum(-(-int(attacked) // 7) for attacked in passes)
+  assert len(shapes) == sum(-(-int(attacked) // 6) for attacked in passes)
 
 
 def test_a_saved_half_is_gone_on_with(attack, tmp_path):
-  expected, _ = by_survivors(attack, 7)
+  expected, _ = by_survivors(attack, 6)
   step, split, _ = attack
   outcomes = begin(attack)
   for number, _ in enumerate(
-    evaluate.attack_survivors(outcomes, PLAN, step, split, 7)
+    evaluate.attack_survivors(outcomes, PLAN, step, split, 6)
   ):
     if number == 23:
       break
   outcomes.save(tmp_path / 'half.npz')
   resumed, batches = by_survivors(
-    attack, 7, Outcomes.load(tmp_path / 'half.npz')
+    attack, 6, Outcomes.load(tmp_path / 'half.npz')
   )
   assert batches
   for field, value in vars(expected).items():
