@@ -155,9 +155,16 @@ def _ended(workers: list[Worker]) -> bool:
 
 
 def _first_failed(workers: list[Worker]) -> Worker | None:
-  """Of those seen at once, one that was killed: the others died of that."""
+  """Of those seen at once, one that complained, or else one that was killed.
+
+  The others died of that.
+  """
   failed = [worker for worker in workers if worker.process.poll()]
-  return min(failed, key=lambda worker: worker.process.returncode, default=None)
+  return min(
+    failed,
+    key=lambda worker: (not worker.complained, worker.process.returncode),
+    default=None,
+  )
 
 
 @contextlib.contextmanager

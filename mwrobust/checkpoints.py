@@ -11,6 +11,7 @@ import contextlib
 import logging
 import os
 import threading
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -58,21 +59,30 @@ class Checkpoints:
     for checkpointer in (self._outer, self._interrupted):
       for checkpoint in reversed(checkpointer.checkpoints):
         try:
-          found.append(_load(checkpointer, checkpoint.step, like))
-          break
+          state, reason = _load(checkpointer, checkpoint.step, like), ''
         except UserError:
           raise
         except Exception as error:
-          unreadable.append((checkpointer, checkpoint.path))
-          say(f'{checkpoint.path} cannot be read ({_reason(error)}).')
+          state, reason = None, _reason(error)
+        # What one process cannot read, none goes on from.
+        if all(sharding.of_all_processes(state is not None)):
+          found.append(state)
+          break
+        unreadable.append((checkpointer, checkpoint.path))
+        say(f'{checkpoint.path} cannot be read ({reason or "elsewhere"}).')
     if unreadable and not found:
       raise UserError(
         f'No checkpoint in {self._workdir} can be read. Choose another '
         '--workdir to start anew.'
       )
+    # An outer step that is lost is made again, even if a later state is there:
+    # its parameters will be averaged.
+    lost = [int(path.name) for c, path in unreadable if c is self._outer]
+    found = [s for s in found if not lost or int(s.outer_step) < min(lost)]
     for checkpointer, path in unreadable:
-      aside = self._workdir / 'unreadable' / f'{path.parent.name}-{path.name}'
-      say(f'Going back to the one before it; it is now {aside}.')
+      name = f'{path.parent.name}-{path.name}-{time.time_ns()}'
+      aside = self._workdir / 'unreadable' / name
+      say(f'Going back to before it; it is now {aside}.')
       sharding.wait_for_all('all have read')
       if sharding.is_first_process():
         aside.parent.mkdir(exist_ok=True)
@@ -111,8 +121,14 @@ def last(workdir: epath.Path, count: int, like: TrainState) -> list[TrainState]:
         f'{folder} has the outer steps {steps}, but {count} are needed: train '
         'on until there are so many.'
       )
+    steps = steps[-count:]
+    if steps != list(range(steps[0], steps[0] + count)):
+      raise UserError(
+        f'{folder} lacks one of its last {count} outer steps, it has {steps}: '
+        'train on, or again in another --workdir.'
+      )
     states = []
-    for step in steps[-count:]:
+    for step in steps:
       try:
         states.append(_load(checkpointer, step, like))
       except UserError:
@@ -150,7 +166,7 @@ def _save(checkpointer, step: int, state: TrainState) -> None:
   if any(checkpoint.step == step for checkpoint in checkpointer.checkpoints):
     return  # Interrupted before the first step after a restore.
   try:
-    with _quiet():
+    with _quiet(), sharding.others_do_not_ask_to_stop():
       if not checkpointer.save(step, state):
         raise ValueError('Orbax has declined it')
   except Exception as error:  # TensorStore has many words for a full disk.

@@ -4,7 +4,9 @@ import functools
 import os
 import pathlib
 import sys
+import traceback
 from collections.abc import Callable
+from typing import NoReturn
 
 import jax
 import ml_collections
@@ -12,6 +14,7 @@ from absl import app, flags, logging
 from ml_collections import config_flags
 
 from mwrobust import config as config_lib
+from mwrobust import sharding
 from mwrobust.errors import UserError
 from mwrobust.interruption import Interrupted
 
@@ -66,13 +69,27 @@ def call(main: Callable[[list[str]], None], argv: list[str]) -> None:
   try:
     main(argv[1:])
   except UserError as error:
-    sys.exit(f'mwrobust: {error}')
+    _leave(f'mwrobust: {error}')
   except Interrupted as interrupted:
-    print(f'\n{interrupted} Run the same command again to go on.')
+    if sharding.is_first_process():
+      print(f'\n{interrupted} Run the same command again to go on.')
     sys.exit(128 + interrupted.signum)
+  except Exception:
+    if not sharding.is_distributed():
+      raise
+    _leave(traceback.format_exc())
   except KeyboardInterrupt:
     print('\nStopped at once. Run the same command again to go on.')
     sys.exit(130)
+
+
+def _leave(message: str) -> NoReturn:
+  """Ends with the message and exit code 1."""
+  if not sharding.is_distributed():
+    sys.exit(message)
+  # At once: an orderly end would wait for the others, who wait for us.
+  print(message, file=sys.stderr, flush=True)
+  os._exit(1)
 
 
 def _given_flags(argv: list[str]) -> dict[str, str]:

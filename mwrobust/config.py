@@ -292,6 +292,13 @@ def validate(config: ConfigDict) -> None:
       f'train.h = {config.train.h} is more than train.T = {config.train.T}: '
       'there are not so many parameters to average. Lower h or raise T.'
     )
+  if config.eval.recalibrate and (
+    config.train.h == 1 or config.algorithm == 'ensemble'
+  ):
+    raise UserError(
+      'eval.recalibrate = True is about the average of the last h: it needs '
+      "train.h > 1 and algorithm = 'scalable'."
+    )
   names = [threat.name for threat in make_threats(config, 'train')]
   if len(set(names)) < len(names):
     raise UserError(f'threats.spaces and threats.norms repeat one: {names}.')

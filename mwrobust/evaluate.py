@@ -22,11 +22,13 @@ from etils import epath
 
 from mwrobust import averaging, checkpoints, datasets, health, sharding
 from mwrobust import config as config_lib
+from mwrobust import job as job_lib
 from mwrobust.attacks import Threat
 from mwrobust.errors import UserError
 from mwrobust.interruption import stop_signals
 from mwrobust.job import (
   Job,
+  check_training,
   make_batch,
   prepare,
   refuse_another_run,
@@ -38,6 +40,7 @@ from mwrobust.state import TrainState
 from mwrobust.steps import Batch, make_attack_step, make_logits_step
 
 PICTURES = 6  # Examples whose images are kept.
+FREE_FIELDS = (*job_lib.FREE_FIELDS, 'eval.batch_size')
 SECONDS_BETWEEN_SAVES = 30
 
 
@@ -57,7 +60,7 @@ def evaluate_run(
     The outcomes by the network they are of: `'h=1'`, `'h=3 average'`, ...
   """
   config_lib.validate(config)
-  refuse_another_run(epath.Path(workdir), config)
+  refuse_another_run(epath.Path(workdir), config, FREE_FIELDS)
   with stop_signals() as stop:
     return evaluate(prepare(config), epath.Path(workdir), stop.check, say)
 
@@ -76,6 +79,7 @@ def evaluate(
     readings[', strict'] = tuple(
       dataclasses.replace(threat, clip='strict') for threat in paper
     )
+  evaluated = list(networks(job, workdir, check_stop, say))
   logits_step = make_logits_step(model=job.model)
   suffix = changed_settings(config, workdir)
   evaluations = {}
@@ -84,9 +88,9 @@ def evaluate(
     attack_step = make_attack_step(
       model=job.model,
       threats=[*threats, *(health.probes(threats) if probed else ())],
-      key=jax.random.key(config.seed),
+      key=job.evaluation_key,
     )
-    for network in networks(job, workdir, say):
+    for network in evaluated:
       name = network.name + reading
       path = workdir / 'eval' / f'{name.replace(" ", "_")}{suffix}.npz'
       logits = functools.partial(logits_step, network.members)
@@ -140,7 +144,10 @@ class Network(NamedTuple):
 
 
 def networks(
-  job: Job, workdir: epath.Path, say: Callable[[str], None]
+  job: Job,
+  workdir: epath.Path,
+  check_stop: Callable[[], None],
+  say: Callable[[str], None],
 ) -> Iterator[Network]:
   """The last parameters; the average and the ensemble of the last h."""
   config = job.config
@@ -155,27 +162,26 @@ def networks(
     yield Network(f'h={h} average', (average,), outer_steps, is_output=True)
     if config.eval.recalibrate:
       say('Recalibrating BatchNorm on an epoch of training batches.')
-      recalibrated = recalibrate(job, states[-1].replace(**average)).variables
+      state = recalibrate(job, states[-1].replace(**average), check_stop)
       name = f'h={h} recalibrated'
-      yield Network(name, (recalibrated,), outer_steps, is_output=False)
+      yield Network(name, (state.variables,), outer_steps, is_output=False)
   if h > 1:
     yield Network(f'h={h} ensemble', members, outer_steps, all_are_kept)
 
 
-def recalibrate(job: Job, state: TrainState) -> TrainState:
+def recalibrate(
+  job: Job, state: TrainState, check_stop: Callable[[], None]
+) -> TrainState:
   """Gathers the BatchNorm statistics anew, over an epoch, as training does.
 
   The mini batches are attacked as if training went on with the last weights;
   the parameters stay as they are.
   """
-  if not state.batch_stats:
-    raise UserError(
-      f'eval.recalibrate = True, but {job.config.model.name} has no BatchNorm: '
-      'leave it False.'
-    )
+  check_training(job)
   steps = int(state.step) + np.arange(job.steps_per_epoch)
   indices = np.asarray(job.choose(state.policy, jnp.asarray(steps)))
   for step, index in zip(steps, indices, strict=True):
+    check_stop()
     copy = jax.tree.map(jnp.copy, state)  # The train step takes it for itself.
     trained, _ = job.train_step(copy, index, training_batch(job, step))
     state = state.replace(step=trained.step, batch_stats=trained.batch_stats)
@@ -265,6 +271,12 @@ def _fill(
     say: told how it goes.
   """
   saved = _load(path, outcomes, say)
+  starts = 0 if saved is None else int(saved.starts.sum())
+  if len(set(sharding.of_all_processes(starts))) > 1:
+    raise UserError(
+      f'{path} is not the same for all processes: they need one workdir that '
+      'all of them see.'
+    )
   if saved is not None and saved.complete:
     say(f'Already evaluated: {path}')
     return saved

@@ -35,7 +35,7 @@ def export(
     say: told what was written.
   """
   config_lib.validate(config)
-  refuse_another_run(epath.Path(workdir), config)
+  refuse_another_run(epath.Path(workdir), config, evaluate.FREE_FIELDS)
   if config.algorithm == 'ensemble':
     raise UserError(
       "algorithm = 'ensemble' returns many networks, and an export holds one: "
@@ -46,7 +46,7 @@ def export(
   job = prepare(config)
   network = next(
     network
-    for network in evaluate.networks(job, run.workdir, say)
+    for network in evaluate.networks(job, run.workdir, lambda: None, say)
     if network.is_output
   )
   (variables,) = network.members

@@ -2,6 +2,7 @@
 
 import contextlib
 import itertools
+import os
 import signal
 import threading
 from collections.abc import Iterator
@@ -47,7 +48,13 @@ class StopTogether(Stop):
 def stop_signals() -> Iterator[Stop]:
   """Lets SIGTERM and Ctrl-C wait for the next safe moment; the second not."""
   if sharding.is_distributed():
-    yield StopTogether()
+    before = signal.signal(  # JAX hears only SIGTERM.
+      signal.SIGINT, lambda *_: os.kill(os.getpid(), signal.SIGTERM)
+    )
+    try:
+      yield StopTogether()
+    finally:
+      signal.signal(signal.SIGINT, before)
     return
   stop = Stop()
   if threading.current_thread() is not threading.main_thread():

@@ -2,7 +2,7 @@
 
 import functools
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -41,6 +41,7 @@ class Job(NamedTuple):
   choose: Callable[[Any, jax.Array], jax.Array]
   train_step: Callable
   validation_step: Callable
+  evaluation_key: jax.Array
   steps_per_epoch: int  # Whole mini batches in the training data.
   steps: int  # Mini batches in all.
 
@@ -70,7 +71,7 @@ def prepare(config: ml_collections.ConfigDict) -> Job:
   image_shape = data.train.images.shape[1:]
   try:
     images = jax.ShapeDtypeStruct((1, *image_shape), jnp.float32)
-    jax.eval_shape(
+    variables = jax.eval_shape(
       functools.partial(model.init, train=False), jax.random.key(0), images
     )
   except (TypeError, ValueError, ArithmeticError) as error:
@@ -78,6 +79,11 @@ def prepare(config: ml_collections.ConfigDict) -> Job:
       f'model.options = {config.model.options.to_dict()} do not make a '
       f'{config.model.name} for images {image_shape}: {error}'
     ) from error
+  if config.eval.recalibrate and 'batch_stats' not in variables:
+    raise UserError(
+      f'eval.recalibrate = True, but {config.model.name} has no BatchNorm: '
+      'leave it False.'
+    )
   steps_per_epoch = len(data.train.labels) // config.train.batch_size
   steps = config.train.T * config.train.r * steps_per_epoch
   optimizer, learning_rate = state_lib.make_optimizer(
@@ -85,7 +91,9 @@ def prepare(config: ml_collections.ConfigDict) -> Job:
   )
   ramp_steps = max(1.0, config.train.ramp * steps)
   key = jax.random.key(config.seed)
-  init_key, train_key, choice_key, validation_key = jax.random.split(key, 4)
+  init_key, train_key, choice_key, validation_key, evaluation_key = (
+    jax.random.split(key, 5)
+  )
 
   def radius_scale(step):
     return jnp.minimum(1.0, (step + 1) / ramp_steps)
@@ -119,9 +127,24 @@ def prepare(config: ml_collections.ConfigDict) -> Job:
     validation_step=steps_lib.make_validation_step(
       model=model, threats=threats, key=validation_key
     ),
+    evaluation_key=evaluation_key,
     steps_per_epoch=steps_per_epoch,
     steps=steps,
   )
+
+
+def check_training(job: Job) -> None:
+  """Raises a UserError if the devices cannot share a mini batch."""
+  batch_size, devices = job.config.train.batch_size, sharding.mesh().size
+  if batch_size % devices:
+    lower, higher = (
+      batch_size // devices * devices,
+      sharding.round_up(batch_size),
+    )
+    raise UserError(
+      f'train.batch_size = {batch_size} cannot be shared by {devices} devices: '
+      f'choose {f"{lower} or " if lower else ""}{higher}, or fewer devices.'
+    )
 
 
 def training_batch(job: Job, step: int) -> steps_lib.Batch:
@@ -169,18 +192,21 @@ def _load_data(config: ml_collections.ConfigDict) -> datasets.Dataset:
       f'train.batch_size = {config.train.batch_size} is more than the '
       f'{len(data.train.labels)} training examples: lower it.'
     )
-  if config.train.batch_size != sharding.round_up(config.train.batch_size):
-    raise UserError(
-      f'train.batch_size = {config.train.batch_size} cannot be shared by '
-      f'{sharding.mesh().size} devices: choose a multiple of that.'
-    )
   return data
 
 
 def refuse_another_run(
-  workdir: epath.Path, config: ml_collections.ConfigDict
+  workdir: epath.Path,
+  config: ml_collections.ConfigDict,
+  free: Sequence[str] = FREE_FIELDS,
 ) -> None:
-  """Raises a UserError if the workdir has a run of another config."""
+  """Raises a UserError if the workdir has a run of another config.
+
+  Args:
+    workdir: of the run.
+    config: what is to be done there.
+    free: fields that may differ.
+  """
   path = workdir / 'config.json'
   try:
     theirs = json.loads(path.read_text())
@@ -196,7 +222,7 @@ def refuse_another_run(
     f'  {field}: {theirs.get(field)!r} there, {ours.get(field)!r} here'
     for field in sorted(ours | theirs)
     if theirs.get(field) != ours.get(field)
-    and field not in FREE_FIELDS
+    and field not in free
     # The raw files may have moved; tensorflow-datasets has another order.
     and not (field == 'data.dir' and theirs[field] and ours[field])
   ]

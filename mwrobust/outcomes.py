@@ -14,14 +14,13 @@ import io
 import json
 import math
 import os
-import zipfile
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 from etils import epath
 
-from mwrobust import attacks, metrics
+from mwrobust import attacks, metrics, sharding
 from mwrobust.errors import UserError
 from mwrobust.steps import Attacked
 
@@ -118,7 +117,9 @@ class Outcomes:
 
   def record(self, threat: int, rows: np.ndarray, attacked: Attacked) -> None:
     """Writes down one more start of a threat for some rows."""
+    # Where the network answers NaN, it is fooled.
     correct = attacked.predicted == self.labels[rows]
+    correct &= ~np.isnan(attacked.loss)
     tell = ~correct | (attacked.loss > self.loss[threat, rows])
     for name in ('predicted', 'loss', 'norm', 'norm_clipped', 'stuck'):
       getattr(self, name)[threat, rows[tell]] = getattr(attacked, name)[tell]
@@ -182,6 +183,8 @@ class Outcomes:
 
   def save(self, path: epath.Path) -> None:
     """Writes all of it as .npz: whole, or not at all."""
+    if not sharding.is_first_process():
+      return
     fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
     file = io.BytesIO()
     np.savez_compressed(
@@ -204,7 +207,7 @@ class Outcomes:
           'restarts': int(fields['restarts']),
         }
       )
-    except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile) as e:
+    except Exception as e:  # A torn archive has many words for it.
       raise UserError(f'{path} cannot be read as an evaluation ({e}).') from e
 
 

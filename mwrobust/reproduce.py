@@ -33,6 +33,7 @@ from mwrobust import (
   paper,
   report,
   runs,
+  sharding,
   train,
 )
 from mwrobust import config as config_lib
@@ -233,7 +234,7 @@ def describe_plan(planned: Sequence[PlannedRun], restarts: int) -> str:
   return (
     report.markdown_table(header, rows)
     + '\n\nIn gradient evaluations, one image once forward and back; '
-    f'{1 / seconds:,.0f} of them a second in a probe on {jax.device_count()} x '
+    f'{1 / seconds:,.0f} of them a second in a probe on one device, '
     f'{jax.devices()[0].device_kind}.\n'
     f'About {format_duration(left * seconds)} left in all.'
   )
@@ -371,6 +372,8 @@ def main(argv: list[str]) -> None:
   given = flags.FLAGS
   table, seeds = TABLES[given.table], parse_seeds(given.seeds)
   folder = epath.Path(given.workdir) / command_line.config_name()
+  if sharding.among_slurm_tasks():
+    raise UserError('Run this once, not in each task: srun --ntasks=1.')
   say = functools.partial(print, flush=True)
   planned = plan(table, given.config, seeds, folder)
   say(describe_plan(planned, table.restarts))

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -52,8 +53,11 @@ class Run(NamedTuple):
   @property
   def outer_step(self) -> int:
     """How far it was trained when it was evaluated."""
-    outcomes = next(iter(self.evaluations.values()))
-    return outcomes.settings['outer_steps'][-1]
+    return _outer_step(next(iter(self.evaluations.values())))
+
+
+def _outer_step(outcomes: Outcomes) -> int:
+  return outcomes.settings['outer_steps'][-1]
 
 
 def load(workdir: str | os.PathLike, settings: str = '') -> Run:
@@ -76,6 +80,17 @@ def load(workdir: str | os.PathLike, settings: str = '') -> Run:
     outcomes = Outcomes.load(path)
     if outcomes.complete:
       found[name.replace('_', ' ')] = outcomes
+  newest = max(map(_outer_step, evaluations.values()), default=0)
+  evaluations = {
+    name: outcomes
+    for name, outcomes in evaluations.items()
+    if _outer_step(outcomes) == newest  # Else it is from before more training.
+  }
+  probes = {
+    name: probed
+    for name, probed in probes.items()
+    if name in evaluations and probed.settings == evaluations[name].settings
+  }
   if not evaluations:
     stems = {path.stem.removesuffix('_health') for path in files}
     known = sorted({stem.partition('-')[2] for stem in stems} - {''})
@@ -98,7 +113,8 @@ def load(workdir: str | os.PathLike, settings: str = '') -> Run:
 
 def evaluation_command(workdir: str | os.PathLike, settings: str) -> str:
   """What to type for an evaluation that is missing."""
-  fields = [f'--config.eval.{field}' for field in settings.split('-')[1:]]
+  changed = re.split(r'-(?=[a-z_]+=)', settings)[1:]
+  fields = [f'--config.eval.{field}' for field in changed]
   program = f'python -m mwrobust.main --mode=eval --workdir={workdir}'
   return ' '.join([program, *fields])
 

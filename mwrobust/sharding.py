@@ -5,11 +5,12 @@ replicated, the batch is split. Each example has its own randomness, so numbers
 do not depend on how many devices there are.
 """
 
+import contextlib
 import functools
 import importlib.util
 import os
 import pathlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -47,7 +48,7 @@ def initialize(
   explicit = any(value is not None for value in given)
   wanted = distributed == 'on'
   if distributed == 'auto':
-    wanted = explicit or _on_tpu_host() or _among_slurm_tasks()
+    wanted = explicit or _on_tpu_host() or among_slurm_tasks()
   if not wanted:
     return
   if explicit and None in given:
@@ -76,13 +77,17 @@ def _on_tpu_host() -> bool:
   )
 
 
-def _among_slurm_tasks() -> bool:
+def among_slurm_tasks() -> bool:
+  """Whether SLURM has started several of us."""
   return int(os.environ.get('SLURM_STEP_NUM_TASKS', '1')) > 1
 
 
 def is_distributed() -> bool:
-  """Whether there are other processes."""
-  return jax.process_count() > 1
+  """Whether there are other processes.
+
+  Does not start a backend: a report may be made where a device is in use.
+  """
+  return jax.distributed.is_initialized() and jax.process_count() > 1
 
 
 def stop_is_agreed(check: int) -> bool:
@@ -94,9 +99,32 @@ def stop_is_agreed(check: int) -> bool:
   return multihost_utils.reached_preemption_sync_point(check)
 
 
+@contextlib.contextmanager
+def others_do_not_ask_to_stop() -> Iterator[None]:
+  """Keeps Orbax from asking JAX for the same, by another count.
+
+  JAX agrees on the next count after the last that was asked for: in Orbax's,
+  which we are far ahead of, a SIGTERM would be lost.
+  """
+  ask = multihost_utils.reached_preemption_sync_point
+  multihost_utils.reached_preemption_sync_point = lambda step_id: False
+  try:
+    yield
+  finally:
+    multihost_utils.reached_preemption_sync_point = ask
+
+
 def is_first_process() -> bool:
   """Whether this process is the one that writes and prints."""
-  return jax.process_index() == 0
+  return not is_distributed() or jax.process_index() == 0
+
+
+def of_all_processes(value: int) -> list[int]:
+  """This number of each process, in their order."""
+  if not is_distributed():
+    return [value]
+  found = multihost_utils.process_allgather(np.int32(value))
+  return np.asarray(found).ravel().tolist()
 
 
 @functools.cache

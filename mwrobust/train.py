@@ -25,6 +25,7 @@ from mwrobust.errors import UserError
 from mwrobust.interruption import Interrupted, Stop, stop_signals
 from mwrobust.job import (
   Job,
+  check_training,
   make_batch,
   prepare,
   refuse_another_run,
@@ -91,6 +92,7 @@ def train(
 ) -> TrainState:
   """Figure 3: T times, r epochs, then a validation and an update."""
   # ---- Go on from the last checkpoint, if there is one
+  check_training(job)
   state = job.init()
   restored = checkpoints.restore(state, say)
   if restored is not None:

@@ -185,8 +185,9 @@ def test_a_damaged_newest_is_passed_over_and_made_again(
   checkpoints = open_in()
   assert_same(checkpoints.restore(start, told.append), after(start, 1))
   assert 'checkpoints/2 cannot be read' in told[0]
-  assert 'Going back to the one before it' in told[1]
-  assert (tmp_path / 'unreadable' / 'checkpoints-2').is_dir()
+  assert 'Going back to before it' in told[1]
+  (aside,) = (tmp_path / 'unreadable').iterdir()
+  assert aside.name.startswith('checkpoints-2-')
   checkpoints.save(after(start, 2))
   assert_same(open_in().restore(start, print), after(start, 2))
 
@@ -222,3 +223,22 @@ def test_a_full_disk_is_told_and_the_last_checkpoint_stays(
   with pytest.raises(UserError, match=r'No space left.*Free some space'):
     checkpoints.save(after(start, 2))
   assert_same(open_in().restore(start, print), after(start, 1))
+
+
+def test_a_lost_outer_step_is_made_again_before_what_came_after_it(
+  start, open_in, tmp_path
+):
+  checkpoints = open_in()
+  for t in (1, 2, 3):
+    checkpoints.save(after(start, t))
+  checkpoints.save_interrupted(after(start, 3, step=35))
+  damage(tmp_path / 'checkpoints' / '3', truncate)
+  assert_same(open_in().restore(start, print), after(start, 2))
+
+
+def test_a_window_with_a_gap_is_no_window(start, open_in, tmp_path):
+  checkpoints = open_in(keep=None)
+  for t in (1, 2, 4):
+    checkpoints.save(after(start, t))
+  with pytest.raises(UserError, match=r'lacks one of its last 3 outer steps'):
+    last(tmp_path, 3, start)

@@ -316,7 +316,9 @@ def test_evaluation_may_be_changed_later_and_keeps_the_old_one(undisturbed):
 
 def test_the_networks_of_a_run(undisturbed):
   workdir, _ = undisturbed
-  last, average, ensemble = evaluate.networks(job(), workdir, print)
+  last, average, ensemble = evaluate.networks(
+    job(), workdir, lambda: None, print
+  )
   older, newer = (
     state.params for state in checkpoints.last(workdir, 2, job().init())
   )

@@ -18,7 +18,7 @@ from tiny_run import tiny
 from launch import local
 from mwrobust import checkpoints, sharding
 from mwrobust.errors import UserError
-from mwrobust.job import prepare
+from mwrobust.job import check_training, prepare
 from mwrobust.outcomes import Outcomes
 
 ROOT = pathlib.Path(__file__).parent.parent
@@ -36,7 +36,7 @@ CHANGES = {  # 24 steps, and a network good enough to stand now and then.
 # A worker of a launch. Where the file `kill` in the workdir's parent says so,
 # the last process kills itself there, once.
 WORKER = """
-import os, pathlib, sys, threading
+import os, pathlib, sys, threading, time
 root, workdir = sys.argv.pop(1), pathlib.Path(sys.argv.pop(1))
 sys.path[:0] = [root, root + '/tests']
 import conftest
@@ -46,7 +46,9 @@ from mwrobust import command_line, main, train
 
 plan = workdir.parent / 'kill'
 me = int(next(a for a in sys.argv if '--process_id' in a).split('=')[1])
-point = plan.read_text() if me == 1 and plan.exists() else ''
+point = plan.read_text() if plan.exists() else ''
+if me == 0 and point != 'full disk':
+  point = ''
 
 def die(*args):
   plan.unlink()
@@ -69,6 +71,19 @@ elif point == 'saving':
       pass
     die()
   threading.Thread(target=watch, daemon=True).start()
+elif point == 'full disk' and me == 0:
+  def full(*args, **kwargs):
+    plan.unlink()
+    raise OSError(28, 'No space left on device')
+  train.Metrics.write = full
+
+saved = train.Checkpoints.save
+if (workdir.parent / 'stop after save').exists():
+  def save_and_be_stopped(*args):
+    saved(*args)
+    os.kill(os.getpid(), 15)
+    time.sleep(1)
+  train.Checkpoints.save = save_and_be_stopped
 
 main._CONFIG = type('Flag', (), {'value': tiny(**CHANGES)})
 main._WORKDIR = type('Flag', (), {'value': str(workdir)})
@@ -207,6 +222,19 @@ def test_sigterm_saves_and_ends_all(runs, tmp_path, capfd):
   assert_same_run(workdir, runs / 'processes')
 
 
+def test_a_sigterm_during_a_save_is_not_lost(tmp_path, capfd):
+  (tmp_path / 'stop after save').touch()
+  assert launch(tmp_path / 'run') == 128 + signal.SIGTERM
+  assert 'Interrupted by SIGTERM' in ''.join(capfd.readouterr())
+  assert os.listdir(tmp_path / 'run' / 'checkpoints') == ['1']
+
+
+def test_an_error_of_one_process_ends_all(tmp_path, capfd):
+  (tmp_path / 'kill').write_text('full disk')
+  assert launch(tmp_path / 'run') == 1
+  assert 'No space left on device' in ''.join(capfd.readouterr())
+
+
 @pytest.mark.slow
 def test_ten_random_kills(runs, tmp_path, capfd):
   workdir = tmp_path / 'run'
@@ -287,6 +315,7 @@ def test_variables_must_be_numbers(joined, monkeypatch):
     sharding.initialize()
 
 
-def test_a_batch_that_cannot_be_shared(tmp_path):
-  with pytest.raises(UserError, match=r'batch_size = 21 cannot be shared by 2'):
-    prepare(tiny(**{'train.batch_size': 21}))
+def test_a_batch_that_cannot_be_shared():
+  job = prepare(tiny(**{'train.batch_size': 21}))  # To evaluate, it can.
+  with pytest.raises(UserError, match='by 2 devices: choose 20 or 22'):
+    check_training(job)

@@ -74,6 +74,14 @@ def test_an_example_is_attacked_until_it_falls():
   assert not outcomes.complete
 
 
+def test_a_network_that_answers_nan_is_fooled():
+  outcomes = begin()
+  rows = np.arange(N)
+  answers = attacked(rows, outcomes.labels, True, loss=np.nan)
+  outcomes.record(0, rows, answers)
+  assert not outcomes.correct[0].any()
+
+
 def filled():
   outcomes = begin(restarts=1)
   everyone = np.arange(N)
