@@ -170,6 +170,7 @@ def _save(checkpointer, step: int, state: TrainState) -> None:
       if not checkpointer.save(step, state):
         raise ValueError('Orbax has declined it')
   except Exception as error:  # TensorStore has many words for a full disk.
+    _silence()  # Threads of the save go on failing until the program ends.
     raise UserError(
       f'Cannot save a checkpoint in {checkpointer.directory}: '
       f'{_reason(error)}. The one before it is kept. Free some space or make '
@@ -211,13 +212,17 @@ def _quiet() -> Iterator[None]:
   """Keeps Orbax from printing the tracebacks of what it raises as well."""
   logger = logging.getLogger('absl')
   hook, level = threading.excepthook, logger.level
-  threading.excepthook = lambda args: None
-  logger.setLevel(logging.CRITICAL)
+  _silence()
   try:
     yield
   finally:
     threading.excepthook = hook
     logger.setLevel(level)
+
+
+def _silence() -> None:
+  threading.excepthook = lambda args: None
+  logging.getLogger('absl').setLevel(logging.CRITICAL)
 
 
 def _reason(error: Exception) -> str:

@@ -244,7 +244,7 @@ def test_ten_random_kills(runs, tmp_path, capfd):
   def kill_at_random():
     while len(kills) < 10 and not done.wait(dice.uniform(3, 12)):
       workers = subprocess.run(
-        ['pgrep', '-f', f'-c .*{workdir} --coordinator_address'],
+        ['pgrep', '-f', f'{workdir} --coordinator_address'],
         capture_output=True,
         text=True,
         check=False,
