@@ -242,7 +242,7 @@ def test_ten_random_kills(runs, tmp_path, capfd):
   kills, done = [], threading.Event()
 
   def kill_at_random():
-    while len(kills) < 10 and not done.wait(dice.uniform(3, 12)):
+    while len(kills) < 10 and not done.wait(dice.uniform(1, 8)):
       workers = subprocess.run(
         ['pgrep', '-f', f'{workdir} --coordinator_address'],
         capture_output=True,
@@ -262,7 +262,7 @@ def test_ten_random_kills(runs, tmp_path, capfd):
     killer.join()
   told = ''.join(capfd.readouterr())
   assert code == 0, told
-  assert told.count('was killed by SIGKILL') == len(kills) > 0
+  assert told.count('launch: Restart') > 4, (len(kills), told)
   assert_same_run(workdir, runs / 'processes')
 
 
