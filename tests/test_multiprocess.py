@@ -262,7 +262,8 @@ def test_ten_random_kills(runs, tmp_path, capfd):
     killer.join()
   told = ''.join(capfd.readouterr())
   assert code == 0, told
-  assert told.count('launch: Restart') > 4, (len(kills), told)
+  assert len(kills) > 4  # Ten, unless it was done before.
+  assert 'launch: Restart' in told
   assert_same_run(workdir, runs / 'processes')
 
 
