@@ -89,7 +89,7 @@ def train(
   checkpoints: Checkpoints,
   stop: Stop,
   say: Callable[[str], None],
-) -> TrainState:
+) -> None:
   """Figure 3: T times, r epochs, then a validation and an update."""
   # ---- Go on from the last checkpoint, if there is one
   check_training(job)
@@ -99,7 +99,7 @@ def train(
     state = restored
     if int(state.outer_step) == job.config.train.T:
       say(f'{workdir} is trained already, all {job.steps} steps.')
-      return state
+      return
     say(f'Going on from step {int(state.step)} of {job.steps} in {workdir}.')
 
   with (
@@ -149,7 +149,6 @@ def train(
       log.flush()
       checkpoints.save_interrupted(state)
       raise
-  return state
 
 
 def mini_batches(
