@@ -10,6 +10,7 @@ before it, and a run that goes on from there makes it again.
 import contextlib
 import logging
 import os
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -211,17 +212,19 @@ def _abstract(leaf: jax.Array) -> jax.ShapeDtypeStruct:
 def _quiet() -> Iterator[None]:
   """Keeps Orbax from printing the tracebacks of what it raises as well."""
   logger = logging.getLogger('absl')
-  hook, level = threading.excepthook, logger.level
+  hooks, level = (threading.excepthook, sys.unraisablehook), logger.level
   _silence()
   try:
     yield
   finally:
-    threading.excepthook = hook
+    threading.excepthook, sys.unraisablehook = hooks
     logger.setLevel(level)
 
 
 def _silence() -> None:
   threading.excepthook = lambda args: None
+  # TensorStore's, when it tells a loop that was closed of one more failure.
+  sys.unraisablehook = lambda args: None
   logging.getLogger('absl').setLevel(logging.CRITICAL)
 
 
