@@ -95,7 +95,10 @@ def base() -> ConfigDict:
   evaluation.slide_steps = 100
   evaluation.percentile = 99.0
   evaluation.restarts = 1  # Random starts; the appendix has 20.
-  evaluation.recalibrate = False  # The average with new BatchNorm statistics.
+  # What to evaluate beside the output, which is the average of the last h: the
+  # 'last' alone, their 'ensemble', and the average 'recalibrated', with new
+  # BatchNorm statistics.
+  evaluation.others = ('last', 'ensemble')
   # Also points that are in the ball and in [0, 1] at once: the paper clips
   # after the inverse DCT, which leads out of the ball.
   evaluation.strict = False
@@ -292,12 +295,14 @@ def validate(config: ConfigDict) -> None:
       f'train.h = {config.train.h} is more than train.T = {config.train.T}: '
       'there are not so many parameters to average. Lower h or raise T.'
     )
-  if config.eval.recalibrate and (
+  for network in config.eval.others:
+    check_choice('eval.others', network, ('last', 'ensemble', 'recalibrated'))
+  if 'recalibrated' in config.eval.others and (
     config.train.h == 1 or config.algorithm == 'ensemble'
   ):
     raise UserError(
-      'eval.recalibrate = True is about the average of the last h: it needs '
-      "train.h > 1 and algorithm = 'scalable'."
+      "eval.others has 'recalibrated', the average of the last h with other "
+      "statistics: it needs train.h > 1 and algorithm = 'scalable'."
     )
   names = [threat.name for threat in make_threats(config, 'train')]
   if len(set(names)) < len(names):

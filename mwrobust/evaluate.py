@@ -79,7 +79,11 @@ def evaluate(
     readings[', strict'] = tuple(
       dataclasses.replace(threat, clip='strict') for threat in paper
     )
-  evaluated = list(networks(job, workdir, check_stop, say))
+  evaluated = [
+    network
+    for network in networks(job, workdir, check_stop, say)
+    if network.is_output or network.kind in config.eval.others
+  ]
   logits_step = make_logits_step(model=job.model)
   suffix = changed_settings(config, workdir)
   evaluations = {}
@@ -96,14 +100,17 @@ def evaluate(
       logits = functools.partial(logits_step, network.members)
       attack = functools.partial(attack_step, network.members)
       outcomes = _begin(job, network, threats, logits)
-      plan = [(index, 0) for index in range(len(threats))]
+      plan = [Way(index) for index in range(len(threats))]
       outcomes = _fill(outcomes, plan, attack, job, name, path, check_stop, say)
       evaluations[name] = outcomes
       if network.is_output and probed:
-        path = path.with_stem(f'{path.stem}_health')
-        probes, plan = _begin_probes(outcomes, threats, config)
-        name += ', health'
-        _fill(probes, plan, attack, job, name, path, check_stop, say)
+        for word, (more, plan) in {
+          'health': _begin_probes(outcomes, threats, config),
+          'radii': _begin_curve(outcomes, threats, config),
+        }.items():
+          to = path.with_stem(f'{path.stem}_{word}')
+          more_name = f'{name}, {word}'
+          _fill(more, plan, attack, job, more_name, to, check_stop, say)
   return evaluations
 
 
@@ -131,12 +138,14 @@ class Network(NamedTuple):
   """One thing to evaluate.
 
   Attributes:
+    kind: `'last'`, `'average'`, `'recalibrated'` or `'ensemble'`.
     name: such as `'h=3 average'`.
     members: the variables of one network, or of those of an ensemble.
     outer_steps: those its parameters come from.
     is_output: whether it is what the algorithm returns.
   """
 
+  kind: str
   name: str
   members: tuple[Any, ...]
   outer_steps: tuple[int, ...]
@@ -156,17 +165,20 @@ def networks(
   states = checkpoints.last(workdir, h, job.init())
   members = tuple(state.variables for state in states)
   outer_steps = tuple(int(state.outer_step) for state in states)
-  yield Network('h=1', members[-1:], outer_steps[-1:], is_output=h == 1)
+  yield Network('last', 'h=1', members[-1:], outer_steps[-1:], h == 1)
+
+  def network(kind: str, members: tuple[Any, ...], is_output: bool) -> Network:
+    return Network(kind, f'h={h} {kind}', members, outer_steps, is_output)
+
   if h > 1 and not all_are_kept:
     average = averaging.average(members)
-    yield Network(f'h={h} average', (average,), outer_steps, is_output=True)
-    if config.eval.recalibrate:
+    yield network('average', (average,), is_output=True)
+    if 'recalibrated' in config.eval.others:
       say('Recalibrating BatchNorm on an epoch of training batches.')
       state = recalibrate(job, states[-1].replace(**average), check_stop)
-      name = f'h={h} recalibrated'
-      yield Network(name, (state.variables,), outer_steps, is_output=False)
+      yield network('recalibrated', (state.variables,), is_output=False)
   if h > 1:
-    yield Network(f'h={h} ensemble', members, outer_steps, all_are_kept)
+    yield network('ensemble', members, is_output=all_are_kept)
 
 
 def recalibrate(
@@ -189,6 +201,20 @@ def recalibrate(
 
 
 # ---------------------------------------------------------------- the outcomes
+
+
+class Way(NamedTuple):
+  """How one threat of an evaluation attacks.
+
+  Attributes:
+    index: its number in the attack step.
+    first_start: the number of its first random start.
+    scale: of its radius.
+  """
+
+  index: int
+  first_start: int = 0
+  scale: float = 1.0
 
 
 def _begin(
@@ -229,29 +255,56 @@ def _begin_probes(
   outcomes: Outcomes,
   threats: Sequence[Threat],
   config: ml_collections.ConfigDict,
-) -> tuple[Outcomes, list[tuple[int, int]]]:
+) -> tuple[Outcomes, list[Way]]:
   """The survivors among the first examples, and how to attack those again."""
   count = min(config.eval.health_examples, len(outcomes.labels))
-  ways = [*threats, *health.probes(threats)]
-  probes = Outcomes.begin(
+  attacks = [*threats, *health.probes(threats)]
+  correct = np.tile(outcomes.correct[:, :count], (3, 1))
+  k = len(threats)
+  starts = [outcomes.restarts] * k + [0] * (len(attacks) - k)
+  plan = [Way(index, start) for index, start in enumerate(starts)]
+  return _begin_more(outcomes, attacks, correct), plan
+
+
+def _begin_curve(
+  outcomes: Outcomes,
+  threats: Sequence[Threat],
+  config: ml_collections.ConfigDict,
+) -> tuple[Outcomes, list[Way]]:
+  """The first batch of examples, and how to attack it with other radii."""
+  batch_size = sharding.round_up(config.eval.batch_size)
+  count = min(config.eval.health_examples, batch_size, len(outcomes.labels))
+  attacks = health.wider(threats)
+  natural = np.tile(outcomes.natural[:count], (len(attacks), 1))
+  plan = [
+    Way(index, scale=scale)
+    for scale in health.RADII
+    for index in range(len(threats))
+  ]
+  return _begin_more(outcomes, attacks, natural), plan
+
+
+def _begin_more(
+  outcomes: Outcomes, attacks: Sequence[Threat], correct: np.ndarray
+) -> Outcomes:
+  """Further attacks on the first examples, those that stand so far."""
+  count = correct.shape[1]
+  return Outcomes.begin(
     settings=outcomes.settings,
-    threats=ways,
+    threats=attacks,
     restarts=1,
     labels=outcomes.labels[:count],
     logits=outcomes.logits[:count],
     logits_again=outcomes.logits_again[:count],
     images=outcomes.images[:0],
-    correct=np.tile(outcomes.correct[:, :count], (3, 1)),
+    correct=correct,
   )
-  k = len(threats)
-  starts = [outcomes.restarts] * k + [0] * (len(ways) - k)
-  return probes, list(enumerate(starts))
 
 
 def _fill(
   outcomes: Outcomes,
-  plan: Sequence[tuple[int, int]],
-  attack: Callable[[jax.Array, jax.Array, Batch], Any],
+  plan: Sequence[Way],
+  attack: Callable[..., Any],
   job: Job,
   name: str,
   path: epath.Path,
@@ -336,8 +389,8 @@ def _load(
 
 def attack_survivors(
   outcomes: Outcomes,
-  plan: Sequence[tuple[int, int]],
-  attack: Callable[[jax.Array, jax.Array, Batch], Any],
+  plan: Sequence[Way],
+  attack: Callable[[jax.Array, jax.Array, jax.Array, Batch], Any],
   split: datasets.Split,
   batch_size: int,
 ) -> Iterator[tuple[int, int]]:
@@ -345,9 +398,8 @@ def attack_survivors(
 
   Args:
     outcomes: filled in, batch by batch.
-    plan: for each of its threats the index to give to `attack`, and the number
-      of the first start.
-    attack: `attack(index, start, batch)`, of `steps.make_attack_step`.
+    plan: how each of its threats attacks.
+    attack: `attack(index, start, scale, batch)`, of `steps.make_attack_step`.
     split: the examples.
     batch_size: of every batch; the last of a pass is filled up.
 
@@ -355,14 +407,15 @@ def attack_survivors(
     The pass, counted from 0, and how many of its batches are done.
   """
   for start in range(outcomes.restarts):
-    for threat, (index, first_start) in enumerate(plan):
+    for threat, way in enumerate(plan):
       survivors = outcomes.survivors(threat, start)
       batches = datasets.padded_batches(len(survivors), batch_size)
       for done, (places, mask) in enumerate(batches, start=1):
         rows = survivors[places]
         attacked = attack(
-          jnp.int32(index),
-          jnp.int32(first_start + start),
+          jnp.int32(way.index),
+          jnp.int32(way.first_start + start),
+          jnp.float32(way.scale),
           make_batch(split, rows),
         )
         attacked = jax.tree.map(lambda x, m=mask: np.asarray(x)[m], attacked)

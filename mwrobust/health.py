@@ -15,6 +15,7 @@ from mwrobust.attacks import Threat
 from mwrobust.outcomes import Outcomes
 
 POINTS = 0.5  # What a stronger attack may gain before it is worth a warning.
+RADII = (0.5, 2.0, 4.0, 8.0, 16.0)  # Times eps: the curve beside eps itself.
 
 
 class Check(NamedTuple):
@@ -38,13 +39,46 @@ def probes(threats: Sequence[Threat]) -> tuple[Threat, ...]:
   return *margin, *longer
 
 
-def checks(outcomes: Outcomes, probed: Outcomes | None) -> list[Check]:
+def wider(threats: Sequence[Threat]) -> tuple[Threat, ...]:
+  """The threats with each of the `RADII`."""
+  return tuple(
+    dataclasses.replace(threat, eps=scale * threat.eps)
+    for scale in RADII
+    for threat in threats
+  )
+
+
+def curve(
+  outcomes: Outcomes, widened: Outcomes
+) -> dict[str, list[tuple[float, float]]]:
+  """By threat: the radius over eps, and the accuracy there in percent.
+
+  Args:
+    outcomes: the evaluation.
+    widened: what `wider` did to its first examples.
+  """
+  k, count = len(outcomes.threats), len(widened.labels)
+  rows = zip(RADII, widened.correct.reshape(-1, k, count), strict=True)
+  stands = dict(rows) | {
+    0.0: np.tile(outcomes.natural[:count], (k, 1)),
+    1.0: outcomes.correct[:, :count],
+  }
+  return {
+    name: [(scale, 100 * stands[scale][i].mean()) for scale in sorted(stands)]
+    for i, name in enumerate(outcomes.threats)
+  }
+
+
+def checks(
+  outcomes: Outcomes, probed: Outcomes | None, widened: Outcomes | None
+) -> list[Check]:
   """Looks at an evaluation.
 
   Args:
     outcomes: the evaluation.
     probed: what one more start, then `probes`, did to the survivors among its
       first examples, a row per threat and way; None if that was not done.
+    widened: what `wider` did to its first examples, or None.
   """
   found = [
     _zero_gradients(outcomes),
@@ -62,6 +96,8 @@ def checks(outcomes: Outcomes, probed: Outcomes | None) -> list[Check]:
       ('one more start', 'margin loss', 'twice the steps'), after, strict=True
     ):
       found.append(_gain(name, outcomes.threats, before, correct))
+  if widened is not None:
+    found.append(_falls_to_zero(curve(outcomes, widened), len(widened.labels)))
   return found
 
 
@@ -122,6 +158,20 @@ def _restarts(outcomes: Outcomes) -> Check:
     outcomes.threats,
     outcomes.correct_after(half),
     outcomes.correct,
+  )
+
+
+def _falls_to_zero(
+  accuracies: dict[str, list[tuple[float, float]]], count: int
+) -> Check:
+  # Without limits every image can be made one of another class.
+  last = {name: line[-1][1] for name, line in accuracies.items()}
+  worst = max(last, key=last.get)
+  return Check(
+    'wide radii',
+    last[worst] <= POINTS,
+    f'at {RADII[-1]:g} eps the accuracy is {last[worst]:.1f} % at most, '
+    f'{worst}, on {count} examples',
   )
 
 

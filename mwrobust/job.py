@@ -22,7 +22,7 @@ from mwrobust.state import TrainState
 # What may differ between two calls on one workdir: it does not change training.
 FREE_FIELDS = (
   *('eval.examples', 'eval.pgd_steps', 'eval.slide_steps', 'eval.percentile'),
-  *('eval.restarts', 'eval.recalibrate', 'eval.strict'),
+  *('eval.restarts', 'eval.others', 'eval.strict'),
   *('eval.health_examples', 'train.log_every'),
 )
 
@@ -79,10 +79,10 @@ def prepare(config: ml_collections.ConfigDict) -> Job:
       f'model.options = {config.model.options.to_dict()} do not make a '
       f'{config.model.name} for images {image_shape}: {error}'
     ) from error
-  if config.eval.recalibrate and 'batch_stats' not in variables:
+  if 'recalibrated' in config.eval.others and 'batch_stats' not in variables:
     raise UserError(
-      f'eval.recalibrate = True, but {config.model.name} has no BatchNorm: '
-      'leave it False.'
+      f"eval.others has 'recalibrated', but {config.model.name} has no "
+      'BatchNorm: leave it out.'
     )
   steps_per_epoch = len(data.train.labels) // config.train.batch_size
   steps = config.train.T * config.train.r * steps_per_epoch

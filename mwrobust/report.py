@@ -184,6 +184,8 @@ def run_sections(run: Run) -> list[Section]:
     ]
     if output.restarts > 1:
       sections[1][1].append(restart_chart(output))
+    if run.output in run.widened:
+      sections[1][1].extend(radius_parts(output, run.widened[run.output]))
     sections += [('What the attacks look like', picture_parts(output))]
   return sections
 
@@ -356,7 +358,7 @@ def comparability(config: ml_collections.ConfigDict) -> str:
   ours = config_lib.flatten(config)
   skipped = ('seed', 'preset', 'policy.name', 'policy.threat', 'data.dir')
   skipped += ('eval.restarts', 'eval.batch_size', 'eval.health_examples')
-  skipped += ('eval.strict', 'eval.recalibrate', 'train.log_every')
+  skipped += ('eval.strict', 'eval.others', 'train.log_every')
   differing = [
     f'{field} {ours.get(field)} (paper: {theirs.get(field)})'
     for field in sorted(ours | theirs)
@@ -402,7 +404,9 @@ def health_part(merged: Sequence[Run]) -> Part:
   for run in merged:
     for network, outcomes in run.evaluations.items():
       is_output = network == run.output
-      for check in health.checks(outcomes, run.probes.get(network)):
+      for check in health.checks(
+        outcomes, run.probes.get(network), run.widened.get(network)
+      ):
         if len(merged) == 1 and (is_output or not check.passed):
           found.setdefault((network, check.name), []).append((run, check))
         elif is_output and not check.passed:
@@ -418,8 +422,8 @@ def health_part(merged: Sequence[Run]) -> Part:
     rows.append([f'{name}: {check_name}{of}', word, first.finding])
   outputs = ', '.join(dict.fromkeys(run.output for run in merged))
   note = (
-    'What is not listed has passed. One more start, margin loss and twice the '
-    f'steps are tried on {outputs} only'
+    'What is not listed has passed. One more start, margin loss, twice the '
+    f'steps and wide radii are tried on {outputs} only'
   )
   without = [str(run.workdir) for run in merged if run.output not in run.probes]
   if without:
@@ -544,13 +548,40 @@ def restart_chart(outcomes: Outcomes) -> Part:
   return picture(chart, 'Accuracy after so many starts')
 
 
+def radius_parts(outcomes: Outcomes, widened: Outcomes) -> list[Part]:
+  """The accuracy as the radius grows: it must fall to 0."""
+  curve = health.curve(outcomes, widened)
+  header = [f'{scale:g} eps' for scale, _ in next(iter(curve.values()))]
+  rows = [
+    [name, *(f'{accuracy:.1f}' for _, accuracy in line)]
+    for name, line in curve.items()
+  ]
+  series = {
+    name: [(np.log2(scale), y) for scale, y in line if scale]
+    for name, line in curve.items()
+  }
+  chart = page.line_chart(series, 'log2 of radius / eps', 'accuracy, %')
+  return [
+    table(
+      ['accuracy, % at', *header],
+      rows,
+      f'The radius grows, on the first {len(widened.labels)} test images.',
+    ),
+    picture(chart, 'Accuracy over the radius'),
+  ]
+
+
 def cost_table(merged: Sequence[Run]) -> Part:
   """Of training, by run."""
   rows = []
   for run in merged:
     last = run.outer[-1] if run.outer else {}
-    evaluated = (*run.evaluations.values(), *run.probes.values())
-    spent = (outcomes.gradient_evaluations()[0] for outcomes in evaluated)
+    evaluated = (run.evaluations, run.probes, run.widened)
+    spent = (
+      outcomes.gradient_evaluations()[0]
+      for found in evaluated
+      for outcomes in found.values()
+    )
     rows.append(
       [
         f'{method_title(run.method)}, seed {run.config.seed}',

@@ -14,7 +14,7 @@ import json
 import math
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -28,6 +28,7 @@ from mwrobust import (
   command_line,
   datasets,
   evaluate,
+  health,
   metrics,
   models,
   paper,
@@ -41,39 +42,42 @@ from mwrobust.errors import UserError
 from mwrobust.job import refuse_another_run
 from mwrobust.metrics import format_duration
 
-POLICIES = ('greedy', 'round_robin', 'multiplicative_weights')
-SINGLE = ('single pixel_linf', 'single dct_linf')
-_MW = 'multiplicative_weights'
-
 
 class TablePlan(NamedTuple):
   """A table of the paper.
 
   Attributes:
-    methods: whose runs it needs.
-    networks: what is shown of them, with the run's h for 3; () for the times.
-    rows: what is shown of these; () for all.
+    others: the methods it needs, and what is shown of each beside its output,
+      as `config.eval.others` has it.
+    rows: what is shown of these; () for all, `('time',)` for the training.
     restarts: random starts of the evaluation.
     config: the file the paper's own setting is in.
+    one_seed: methods of which the first seed is enough.
   """
 
-  methods: tuple[str, ...]
-  networks: tuple[str, ...]
+  others: Mapping[str, tuple[str, ...]]
   rows: tuple[str, ...] = ()
   restarts: int = 1
   config: str = 'mnist.py'
+  one_seed: tuple[str, ...] = ()
 
 
-_ALL_NETWORKS = ('h=1', 'h={h} ensemble', 'h={h} average')
+_POLICIES = {
+  'greedy': ('last',),
+  'round_robin': ('last',),
+  'multiplicative_weights': ('last', 'ensemble'),
+}
+_SINGLE = {'single pixel_linf': ('last',), 'single dct_linf': ('last',)}
 TABLES = {
   'tradeoff': TablePlan(
-    SINGLE, ('h=1',), ('pixel_linf', 'dct_linf', 'natural'), config='cifar10.py'
+    _SINGLE, ('pixel_linf', 'dct_linf', 'natural'), config='cifar10.py'
   ),
-  'cifar10': TablePlan(POLICIES, _ALL_NETWORKS, config='cifar10.py'),
-  'mnist': TablePlan(POLICIES, _ALL_NETWORKS),
-  'restarts': TablePlan(POLICIES, _ALL_NETWORKS, restarts=20),
-  'time': TablePlan((*SINGLE, *POLICIES), ()),
-  'convexity': TablePlan((_MW,), ('h={h} ensemble', 'h={h} average')),
+  'cifar10': TablePlan(_POLICIES, config='cifar10.py'),
+  # Beyond the paper's, to see what training against one threat is worth.
+  'mnist': TablePlan(_POLICIES | _SINGLE, one_seed=tuple(_SINGLE)),
+  'restarts': TablePlan(_POLICIES, restarts=20),
+  'time': TablePlan(dict.fromkeys(_SINGLE | _POLICIES, ()), ('time',)),
+  'convexity': TablePlan({'multiplicative_weights': ('ensemble',)}),
 }
 
 
@@ -99,16 +103,17 @@ def plan(
     seeds: of the runs.
     folder: of their workdirs.
   """
-  if table.networks and 'h=1' not in table.networks and _window(config) == 1:
+  if table is TABLES['convexity'] and _window(config) == 1:
     raise UserError('This table is about averages: it needs train.h > 1.')
   planned = []
-  for method in table.methods:
-    for seed in seeds:
+  for method, others in table.others.items():
+    for seed in seeds[:1] if method in table.one_seed else seeds:
       ours = config.copy_and_resolve_references()
       ours.seed = seed
       name, _, threat = method.partition(' ')
       ours.policy.name = name
       ours.policy.threat = threat or ours.policy.threat
+      ours.eval.others = tuple(o for o in others if o in config.eval.others)
       workdir = folder / f'{method.replace(" ", "_")}-seed{seed}'
       config_lib.validate(ours)
       planned.append(PlannedRun(method, ours, workdir))
@@ -158,15 +163,18 @@ def gradient_evaluations(
 
   eval_steps = sum(t.steps for t in config_lib.make_threats(config, 'eval'))
   h = _window(config)
-  networks = 1  # The last parameters.
-  if h > 1:
-    networks += h  # The members of the ensemble.
-    average = config.algorithm != 'ensemble'
-    networks += average * (1 + config.eval.recalibrate)
+  # Of networks: an ensemble takes a gradient of each of its members.
+  sizes = {'last': 1, 'average': 1, 'recalibrated': 1, 'ensemble': h}
+  output = 'ensemble' if config.algorithm == 'ensemble' else 'average'
+  evaluated = {output, *config.eval.others} if h > 1 else {output}
+  networks = sum(sizes[kind] for kind in evaluated)
   starts = networks * restarts * (1 + config.eval.strict)
   evaluation = starts * test_size * eval_steps
-  # One more start, the margin, and twice the steps.
-  evaluation += 4 * min(config.eval.health_examples, test_size) * eval_steps
+  # One more start, the margin, and twice the steps; then the other radii.
+  health_size = min(config.eval.health_examples, test_size)
+  evaluation += 4 * health_size * eval_steps
+  curve_size = min(health_size, config.eval.batch_size)
+  evaluation += len(health.RADII) * curve_size * eval_steps
   return round(training), round(evaluation)
 
 
@@ -252,7 +260,15 @@ def _status(run: PlannedRun, restarts: int) -> tuple[str, float]:
     loaded = runs.load(run.workdir, _settings(run, restarts))
   except UserError:
     return 'begun', trained
-  is_done = loaded.outer_step == T and loaded.output in loaded.evaluations
+  h = _window(run.config)
+  others = [
+    'h=1' if kind == 'last' else f'h={h} {kind}'
+    for kind in run.config.eval.others
+    if h > 1
+  ]
+  is_done = loaded.outer_step == T and loaded.evaluations.keys() >= {
+    *(loaded.output, *others)
+  }
   return 'done' if is_done else 'begun', trained
 
 
@@ -272,10 +288,15 @@ def run_missing(
 ) -> list[runs.Run]:
   """Trains and evaluates what is not there yet; goes on with what is begun."""
   found = []
+  # An evaluation that differs from the run's own comes after it.
   for number, run in enumerate(planned, start=1):
     say(f'\n---- run {number} of {len(planned)}: {run.workdir}')
-    train.train_and_evaluate(run.config, str(run.workdir), say)
-    if restarts != run.config.eval.restarts:
+    is_done = _status(run, restarts)[0] == 'done'
+    own = restarts == run.config.eval.restarts
+    checkpoint = run.workdir / 'checkpoints' / str(run.config.train.T)
+    if not is_done and (own or not checkpoint.exists()):
+      train.train_and_evaluate(run.config, str(run.workdir), say)
+    if not is_done and not own:
       config = run.config.copy_and_resolve_references()
       config.eval.restarts = restarts
       evaluate.evaluate_run(config, str(run.workdir), say)
@@ -288,8 +309,8 @@ def accuracy_section(
 ) -> report.Section:
   """The table of accuracies, and the paper's."""
   h = _window(found[0].config)
-  networks = [network.format(h=h) for network in table.networks]
-  columns = [(method, n) for method in table.methods for n in networks]
+  networks = 'h=1', f'h={h} ensemble', f'h={h} average'
+  columns = [(method, n) for method in table.others for n in networks]
   return 'Accuracy', report.accuracy_parts(found, columns, table.rows)
 
 
@@ -300,9 +321,9 @@ def time_section(table: TablePlan, found: Sequence[runs.Run]) -> report.Section:
     method: statistics.mean(
       run.outer[-1]['seconds'] / 3600 for run in found if run.method == method
     )
-    for method in table.methods
+    for method in table.others
   }
-  first = table.methods[0]
+  first = next(iter(table.others))
   rows = [
     [
       report.method_title(method),
@@ -311,7 +332,7 @@ def time_section(table: TablePlan, found: Sequence[runs.Run]) -> report.Section:
       f'{theirs[method]:.2f}',
       f'{theirs[method] / theirs[first]:.2f}',
     ]
-    for method in table.methods
+    for method in table.others
   ]
   over = f'over {report.method_title(first).lower()}'
   header = ['training', 'hours', over, 'paper, hours', f'paper, {over}']
@@ -360,6 +381,12 @@ def define_flags() -> None:
   flags.DEFINE_string(
     'workdir', 'runs/reproduce', 'Folder of the runs and the tables.'
   )
+  flags.DEFINE_string(
+    'output',
+    None,
+    'Where the table goes, as OUTPUT.md, .html and .json; beside its runs by '
+    'default.',
+  )
   flags.DEFINE_bool(
     'dry_run', False, 'Only list the runs, with their cost and the hours left.'
   )
@@ -379,19 +406,27 @@ def main(argv: list[str]) -> None:
   say(describe_plan(planned, table.restarts))
   if not given.dry_run:
     found = run_missing(planned, table.restarts, say)
-    write(given.table, found, folder, say)
+    output = epath.Path(given.output or folder / given.table)
+    write(given.table, found, output, say)
 
 
 def write(
   name: str,
   found: Sequence[runs.Run],
-  folder: epath.Path,
+  output: epath.Path,
   say: Callable[[str], None],
 ) -> None:
-  """Writes a table over its runs as .md, .html and .json."""
+  """Writes a table over its runs as .md, .html and .json.
+
+  Args:
+    name: of the table.
+    found: its runs.
+    output: where it goes, without the suffix.
+    say: told the table.
+  """
   runs.check_mergeable(found)
   table = TABLES[name]
-  make_section = accuracy_section if table.networks else time_section
+  make_section = time_section if table.rows == ('time',) else accuracy_section
   seeds = ', '.join(dict.fromkeys(str(run.config.seed) for run in found))
   setting = f'{report.describe(found[0].config, seeds=False)}\nSeeds {seeds}.'
   sections = [
@@ -402,9 +437,10 @@ def write(
   ]
   say('\n' + report.to_markdown(sections))
   title = f"The paper's table {name}, on {found[0].config.data.name}"
-  report.write_files(folder / name, title, sections, say)
-  metrics.write_json(folder / f'{name}.json', as_json(found))
-  say(str(folder / f'{name}.json'))
+  report.write_files(output, title, sections, say)
+  path = output.with_name(f'{output.name}.json')
+  metrics.write_json(path, as_json(found))
+  say(str(path))
 
 
 def parse_seeds(words: Sequence[str]) -> list[int]:

@@ -25,6 +25,7 @@ class Run(NamedTuple):
     outer: those of its outer steps.
     evaluations: by the network they are of.
     probes: the attacks of the health checks, for some of these.
+    widened: the attacks with other radii, for the same.
   """
 
   workdir: epath.Path
@@ -34,6 +35,7 @@ class Run(NamedTuple):
   outer: list[dict[str, Any]]
   evaluations: dict[str, Outcomes]
   probes: dict[str, Outcomes]
+  widened: dict[str, Outcomes]
 
   @property
   def method(self) -> str:
@@ -70,30 +72,32 @@ def load(workdir: str | os.PathLike, settings: str = '') -> Run:
   """
   workdir = epath.Path(workdir)
   config = config_lib.load(workdir)
-  evaluations, probes = {}, {}
+  evaluations, probes, widened = {}, {}, {}
+  kinds = {'': evaluations, '_health': probes, '_radii': widened}
   files = sorted((workdir / 'eval').glob('*.npz'))
   for path in sorted(files, key=lambda path: 'strict' in path.name):
-    name, dash, theirs = path.stem.removesuffix('_health').partition('-')
-    if dash + theirs != settings:
+    name, theirs, kind = _parse(path)
+    if theirs != settings:
       continue
-    found = probes if path.stem.endswith('_health') else evaluations
     outcomes = Outcomes.load(path)
     if outcomes.complete:
-      found[name.replace('_', ' ')] = outcomes
+      kinds[kind][name] = outcomes
   newest = max(map(_outer_step, evaluations.values()), default=0)
   evaluations = {
     name: outcomes
     for name, outcomes in evaluations.items()
     if _outer_step(outcomes) == newest  # Else it is from before more training.
   }
-  probes = {
-    name: probed
-    for name, probed in probes.items()
-    if name in evaluations and probed.settings == evaluations[name].settings
-  }
+  probes, widened = (
+    {
+      name: more
+      for name, more in found.items()
+      if name in evaluations and more.settings == evaluations[name].settings
+    }
+    for found in (probes, widened)
+  )
   if not evaluations:
-    stems = {path.stem.removesuffix('_health') for path in files}
-    known = sorted({stem.partition('-')[2] for stem in stems} - {''})
+    known = sorted({_parse(path)[1][1:] for path in files} - {''})
     others = f' (it has those with {", ".join(known)})' if known else ''
     raise UserError(
       f'{workdir} has no evaluation{f" with {settings[1:]}" * bool(settings)}'
@@ -108,7 +112,16 @@ def load(workdir: str | os.PathLike, settings: str = '') -> Run:
     outer=[row for row in rows if row['kind'] == 'outer'],
     evaluations=evaluations,
     probes=probes,
+    widened=widened,
   )
+
+
+def _parse(path: epath.Path) -> tuple[str, str, str]:
+  """The network, settings and kind in `h=3_average-restarts=20_health.npz`."""
+  name, settings, kind = re.fullmatch(
+    r'(.*?)(-.*?)?(_health|_radii)?', path.stem
+  ).groups('')
+  return name.replace('_', ' '), settings, kind
 
 
 def evaluation_command(workdir: str | os.PathLike, settings: str) -> str:

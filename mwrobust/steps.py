@@ -125,10 +125,11 @@ class Attacked(NamedTuple):
 def make_attack_step(
   *, model: nn.Module, threats: Sequence[attacks.Threat], key: Array
 ):
-  """Makes `attack_step(members, index, start, batch) -> Attacked`.
+  """Makes `attack_step(members, index, start, scale, batch) -> Attacked`.
 
   `members` is a tuple of variables: one network, or several whose mean softmax
-  is attacked as one. `start` is the number of the random start.
+  is attacked as one. `start` is the number of the random start, and `scale`
+  what to multiply the radius with.
 
   Args:
     model: a linen module.
@@ -139,10 +140,14 @@ def make_attack_step(
   distances = [functools.partial(attacks.distance, t) for t in threats]
 
   def attack_step(
-    members: tuple[Any, ...], index: Array, start: Array, batch: Batch
+    members: tuple[Any, ...],
+    index: Array,
+    start: Array,
+    scale: Array,
+    batch: Batch,
   ) -> Attacked:
     images, labels, ids = _to_float(batch.images), batch.labels, batch.ids
-    found = attack((members, index, key, 1.0, start), (images, labels, ids))
+    found = attack((members, index, key, scale, start), (images, labels, ids))
     logits = _logits_fn(model, members)(found.images)
     return Attacked(
       images=found.images,

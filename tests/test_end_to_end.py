@@ -147,8 +147,10 @@ def test_the_main_job_ends_with_a_table_and_leaves_its_results(undisturbed):
   for name in ('report.md', 'report.html'):
     assert str(workdir / name) in result.stdout
     assert (workdir / name).exists()
-  for name in ('h=1', 'h=2_average', 'h=2_average_health', 'h=2_ensemble'):
-    assert (workdir / 'eval' / f'{name}.npz').exists()
+  assert sorted(path.stem for path in (workdir / 'eval').iterdir()) == [
+    *('h=1', 'h=2_average', 'h=2_average_health', 'h=2_average_radii'),
+    'h=2_ensemble',
+  ]
   assert 'step 18/18  100%' in result.stderr
   assert '\r' not in result.stderr  # Plain lines in a log file.
   assert 'Traceback' not in result.stderr
@@ -424,8 +426,9 @@ def test_batch_norm_augmentation_and_sgd(tmp_path):
     }
   )
   config.model.options = {'depth': 8, 'width': 4}
-  config.eval.recalibrate = True
+  config.eval.others = ('recalibrated',)
   evaluations, _ = run(config, tmp_path / 'resnet')
+  assert list(evaluations) == ['h=2 average', 'h=2 recalibrated']
   average, again = evaluations['h=2 average'], evaluations['h=2 recalibrated']
   assert average.correct.shape == (6, 30)
   assert (average.logits != again.logits).any()
@@ -433,8 +436,8 @@ def test_batch_norm_augmentation_and_sgd(tmp_path):
 
 def test_recalibration_needs_statistics(undisturbed):
   workdir, _ = undisturbed
-  with pytest.raises(UserError, match='cnn has no BatchNorm: leave it False'):
-    run(tiny(**{'eval.recalibrate': True}), workdir)
+  with pytest.raises(UserError, match='cnn has no BatchNorm: leave it out'):
+    run(tiny(**{'eval.others': ('recalibrated',)}), workdir)
 
 
 def test_a_loss_that_is_not_finite_ends_the_run(tmp_path, monkeypatch, capsys):

@@ -53,7 +53,7 @@ def begin(attack, restarts=RESTARTS):
   )
 
 
-PLAN = [(index, 0) for index in range(6)]
+PLAN = [evaluate.Way(index) for index in range(6)]
 
 
 def by_survivors(attack, batch_size, begun=None):
@@ -72,7 +72,10 @@ def full(attack):
   ids = np.arange(N, dtype=np.int32)
   batch = steps.Batch(split.images, split.labels, ids)
   return [
-    [step(jnp.int32(i), jnp.int32(start), batch) for start in range(RESTARTS)]
+    [
+      step(jnp.int32(i), jnp.int32(start), jnp.float32(1), batch)
+      for start in range(RESTARTS)
+    ]
     for i in range(6)
   ]
 
@@ -108,9 +111,9 @@ def test_survivors_are_packed_into_full_batches(attack):
   shapes = []
   step, split, _ = attack
 
-  def recording(index, start, batch):
+  def recording(index, start, scale, batch):
     shapes.append(batch.images.shape)
-    return step(index, start, batch)
+    return step(index, start, scale, batch)
 
   outcomes = begin(attack)
   for _ in evaluate.attack_survivors(outcomes, PLAN, recording, split, 6):

@@ -9,8 +9,9 @@ from test_outcomes import N, begin, filled
 from mwrobust import attacks, health
 
 
-def found(outcomes, probed=None):
-  return {check.name: check for check in health.checks(outcomes, probed)}
+def found(outcomes, probed=None, widened=None):
+  checks = health.checks(outcomes, probed, widened)
+  return {check.name: check for check in checks}
 
 
 def probe(outcomes, fall=()):
@@ -21,14 +22,22 @@ def probe(outcomes, fall=()):
   return dataclasses.replace(outcomes, correct=correct.reshape(18, N))
 
 
+def widen(outcomes):
+  """Half of eps fools nobody, more of it everybody."""
+  k = len(outcomes.threats)
+  correct = np.zeros((len(health.RADII), k, N), bool)
+  correct[0] = True
+  return dataclasses.replace(outcomes, correct=correct.reshape(-1, N))
+
+
 def test_a_healthy_evaluation_passes_everything():
   outcomes = filled()
   outcomes.norm[:] = 0.9 * outcomes.eps[:, None]
-  checks = found(outcomes, probe(outcomes))
+  checks = found(outcomes, probe(outcomes), widen(outcomes))
   assert all(check.passed for check in checks.values()), checks
   assert list(checks) == [
     *('zero gradients', 'logits', 'deterministic', 'inside the ball'),
-    *('one more start', 'margin loss', 'twice the steps'),
+    *('one more start', 'margin loss', 'twice the steps', 'wide radii'),
   ]
 
 
@@ -97,3 +106,31 @@ def test_the_probes_are_the_same_threats_climbing_otherwise():
   for threat, by_margin, by_steps in zip(threats, margin, longer, strict=True):
     assert by_margin == dataclasses.replace(threat, loss='margin')
     assert by_steps == dataclasses.replace(threat, steps=2 * threat.steps)
+
+
+def test_the_curve_goes_through_the_evaluation():
+  outcomes = filled()
+  curve = health.curve(outcomes, widen(outcomes))
+  for i, name in enumerate(outcomes.threats):
+    assert curve[name] == [
+      (0, 100 * outcomes.natural.mean()),
+      (0.5, 100),
+      (1, 100 * outcomes.correct[i].mean()),
+      *((scale, 0) for scale in health.RADII[1:]),
+    ]
+
+
+def test_a_wide_radius_that_fools_not_everyone():
+  outcomes = filled()
+  widened = widen(outcomes)
+  widened.correct[-1, 3] = True  # The widest of the last threat.
+  check = found(outcomes, widened=widened)['wide radii']
+  assert not check.passed
+  assert 'at 16 eps the accuracy is 2.5 % at most, dct_l1' in check.finding
+
+
+def test_wider_threats_differ_in_nothing_but_their_radius():
+  threats = attacks.six_threats(0.4, 1.0, 5.0)
+  wider = health.wider(threats)
+  assert len(wider) == 6 * len(health.RADII)
+  assert wider[7] == dataclasses.replace(threats[1], eps=2 * threats[1].eps)

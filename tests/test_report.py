@@ -234,7 +234,7 @@ def test_the_health_of_the_output_is_told(reported):
   found = re.findall(r'^- (ok|LOOK)  (.*?): (.*?): ', text, re.MULTILINE)
   assert [name for _, network, name in found if network == 'h=2 average'] == [
     *('zero gradients', 'logits', 'deterministic', 'inside the ball'),
-    *('one more start', 'margin loss', 'twice the steps'),
+    *('one more start', 'margin loss', 'twice the steps', 'wide radii'),
   ]
   # Of the other networks, only what is wrong.
   others = {word for word, network, _ in found if network != 'h=2 average'}
@@ -539,17 +539,15 @@ def test_the_last_parameters_alone(tiny_run, tmp_path):
       alone = Outcomes.load(path.with_name('h=1.npz'))
       probed.settings = alone.settings
       probed.save(path.with_name('h=1_health.npz'))
-      path.unlink()
-    else:
-      path.unlink()
+    path.unlink()
   text = assert_whole(run)
   assert '  h=1: margin loss: ' in text
 
 
 def test_an_ensemble_of_all(tiny_run, tmp_path):
   run = copy_run(tiny_run, tmp_path / 'run', algorithm='ensemble')
-  for name in ('h=2_average', 'h=2_average_health'):
-    (run / 'eval' / f'{name}.npz').unlink()
+  for path in (run / 'eval').glob('h=2_average*.npz'):
+    path.unlink()
   path = run / 'eval' / 'h=2_ensemble.npz'
   path.rename(path.with_stem('h=3_ensemble'))
   assert 'h=3 ensemble: deterministic' in assert_whole(run)
@@ -639,11 +637,11 @@ def with_restarts(run):
   """Renames the evaluation to one with two starts."""
   for path in (run / 'eval').iterdir():
     outcomes = Outcomes.load(path)
-    if not path.stem.endswith('_health'):
+    stem = path.stem.removesuffix('_health').removesuffix('_radii')
+    if stem == path.stem:
       outcomes.restarts = 2
       outcomes.starts[:] = np.where(outcomes.correct, 2, 1)
     path.unlink()
-    stem = path.stem.removesuffix('_health')
     outcomes.save(path.with_stem(path.stem.replace(stem, f'{stem}-restarts=2')))
 
 

@@ -142,9 +142,9 @@ def test_validation_and_evaluation_attack_alike():
   unattacked = loss(natural, BATCH.labels)
 
   for index, threat in enumerate(THREATS):
-    index, start = jnp.int32(index), jnp.int32(0)
+    index, start, one = jnp.int32(index), jnp.int32(0), jnp.float32(1)
     losses = validation_step(variables, index, BATCH, 1.0)
-    attacked = attack_step((variables,), index, start, BATCH)
+    attacked = attack_step((variables,), index, start, one, BATCH)
     np.testing.assert_allclose(losses, attacked.loss, rtol=1e-5)
     assert losses.mean() > unattacked.mean()
     # What it says of the images is true of the images.
@@ -157,10 +157,14 @@ def test_validation_and_evaluation_attack_alike():
     np.testing.assert_allclose(attacked.norm_clipped, norm, rtol=1e-4)
     assert (attacked.norm <= threat.eps * (1 + 1e-4)).all()
     assert not attacked.stuck.any()
-    other = attack_step((variables,), index, jnp.int32(1), BATCH)
+    other = attack_step((variables,), index, jnp.int32(1), one, BATCH)
     assert (other.images != attacked.images).any()
+    # Twice the radius is twice as far.
+    wide = attack_step((variables,), index, start, 2 * one, BATCH)
+    assert (wide.norm <= 2 * threat.eps * (1 + 1e-4)).all()
+    assert wide.norm.max() > 1.5 * threat.eps
     # Two equal members are one network.
-    both = attack_step((variables, variables), index, start, BATCH)
+    both = attack_step((variables, variables), index, start, one, BATCH)
     np.testing.assert_allclose(both.loss, attacked.loss, rtol=1e-3, atol=1e-4)
 
 

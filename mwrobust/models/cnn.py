@@ -4,6 +4,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
+from mwrobust.models.denoise import Curve, Shrink
 from mwrobust.models.normalise import normalise
 
 
@@ -54,18 +55,25 @@ class Conv(nn.Module):
 
 
 class CNN(nn.Module):
-  """Two strided 4x4 convolutions and two dense layers, without BatchNorm."""
+  """Two strided 4x4 convolutions and two dense layers, without BatchNorm.
+
+  With `denoise`, the convolutions see an image whose DCT coefficients were
+  shrunk, through a curve.
+  """
 
   num_classes: int
   mean: tuple[float, ...]
   std: tuple[float, ...]
   features: tuple[int, ...] = (32, 64)
   hidden: int = 200
+  denoise: bool = False
 
   @nn.compact
   def __call__(self, images: jax.Array, train: bool) -> jax.Array:
     """Returns the logits; `train` changes nothing here."""
     del train
+    if self.denoise:
+      images = Curve()(Shrink()(images))
     x = normalise(images, self.mean, self.std)
     for features in self.features:
       x = nn.relu(Conv(features)(x))
