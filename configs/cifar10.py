@@ -29,12 +29,14 @@ def _released(config):
 
 
 def _runlocal(config):
-  config_lib.use_cnn(config, learning_rate=1e-3)
-  config.data.train_examples = 5000
+  config_lib.use_cnn(config)
+  config.model.options.features = (16, 32)
   config.data.augment = False
-  config.train.T = 3
+  config.policy.eta = 0.5
+  config.train.T = 8
   config.train.r = 2
-  config.train.validation_examples = 200
-  config.train.log_every = 10
-  config.eval.examples = 200
-  config.eval.batch_size = 200
+  config.train.batch_size = 100
+  config.train.ramp = 0.5
+  config.train.validation_examples = 500
+  config.eval.examples = 1000
+  config.eval.health_examples = 250

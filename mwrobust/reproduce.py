@@ -344,6 +344,12 @@ def time_section(table: TablePlan, found: Sequence[runs.Run]) -> report.Section:
 
 def as_json(found: Sequence[runs.Run]) -> dict[str, Any]:
   """Every figure by run, for programs."""
+
+  def config_of(run: runs.Run) -> dict[str, Any]:
+    config = run.config.copy_and_resolve_references()
+    config.data.dir = ''  # Of this machine only.
+    return json.loads(config.to_json())
+
   return {
     'jax': jax.__version__,
     'device': f'{jax.device_count()} x {jax.devices()[0].device_kind}',
@@ -352,7 +358,7 @@ def as_json(found: Sequence[runs.Run]) -> dict[str, Any]:
         'method': run.method,
         'seed': run.config.seed,
         'preset': run.config.preset,
-        'config': json.loads(run.config.to_json()),
+        'config': config_of(run),
         'training': {
           field: run.outer[-1][field]
           for field in ('gradient_evaluations', 'seconds')

@@ -205,17 +205,19 @@ def test_shrink_is_a_soft_threshold_of_dct_coefficients():
   )
 
 
-def test_a_denoising_cnn_is_the_cnn_behind_both():
+def test_a_denoising_cnn_sees_the_image_twice_through_its_curve():
   options = {'num_classes': 5, 'mean': MEAN, 'std': STD, **SMALL['cnn']}
   model = models.create('cnn', **options, denoise=True)
   variables = model.init(jax.random.key(0), IMAGES, train=False)
   params = variables['params']
-  images = Shrink().apply({'params': params['Shrink_0']}, IMAGES)
+  shrunk = Shrink().apply({'params': params['Shrink_0']}, IMAGES)
+  images = np.concatenate([IMAGES, shrunk], axis=-1)
   images = Curve().apply({'params': params['Curve_0']}, images)
   rest = {k: v for k, v in params.items() if k not in ('Shrink_0', 'Curve_0')}
+  plain = small('cnn', mean=2 * MEAN, std=2 * STD)
   np.testing.assert_allclose(
     model.apply(variables, IMAGES, train=False),
-    small('cnn').apply({'params': rest}, images, train=False),
+    plain.apply({'params': rest}, images, train=False),
     rtol=1e-5,
   )
 

@@ -286,7 +286,8 @@ def test_the_cost_of_the_paper():
     + 20 * 6_000 * steps
   )
   eval_steps = 4 * 40 + 2 * 100
-  assert evaluation == eval_steps * (5 * 20 * 10_000 + 4 * 500)
+  more = 4 * 500 + 5 * 250  # Of the probes, and of the radii.
+  assert evaluation == eval_steps * (5 * 20 * 10_000 + more)
   paper_mnist.train.h = 1
   paper_mnist.eval.health_examples = 0
   _, evaluation = reproduce.gradient_evaluations(paper_mnist, 1)

@@ -57,8 +57,8 @@ class Conv(nn.Module):
 class CNN(nn.Module):
   """Two strided 4x4 convolutions and two dense layers, without BatchNorm.
 
-  With `denoise`, the convolutions see an image whose DCT coefficients were
-  shrunk, through a curve.
+  With `denoise`, the convolutions see the image twice, once with its DCT
+  coefficients shrunk, and both of them through a curve.
   """
 
   num_classes: int
@@ -72,9 +72,11 @@ class CNN(nn.Module):
   def __call__(self, images: jax.Array, train: bool) -> jax.Array:
     """Returns the logits; `train` changes nothing here."""
     del train
+    mean, std = self.mean, self.std
     if self.denoise:
-      images = Curve()(Shrink()(images))
-    x = normalise(images, self.mean, self.std)
+      images = Curve()(jnp.concatenate([images, Shrink()(images)], axis=-1))
+      mean, std = 2 * mean, 2 * std
+    x = normalise(images, mean, std)
     for features in self.features:
       x = nn.relu(Conv(features)(x))
     x = x.reshape(x.shape[0], -1)
