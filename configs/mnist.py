@@ -32,8 +32,6 @@ def _released(config):
 
 def _cnn(config):
   config_lib.use_cnn(config)
-  config.model.options.features = (16, 32)
-  config.model.options.denoise = True
   config.policy.eta = 0.5
   config.train.r = 1
   config.train.ramp = 0.6

@@ -5,12 +5,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import scipy.fft
 
 from mwrobust import models
 from mwrobust.errors import UserError
 from mwrobust.models.cnn import Conv
-from mwrobust.models.denoise import Curve, Shrink
 
 SMALL = {
   'cnn': {'features': (4, 8), 'hidden': 16},
@@ -173,52 +171,6 @@ def test_conv_equals_nn_conv_in_values_and_gradients(shape):
     functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-4),
     values_and_gradients(Conv(6)),
     values_and_gradients(nn.Conv(6, (4, 4), strides=2)),
-  )
-
-
-def test_a_curve_begins_as_the_identity_and_bends_at_its_knots():
-  curve = Curve(knots=2)
-  begin = curve.init(jax.random.key(0), IMAGES)
-  np.testing.assert_allclose(curve.apply(begin, IMAGES), IMAGES, atol=1e-6)
-  # Flat up to 0.4, then up to 1 at 0.6, and flat again.
-  params = {
-    'places': np.tile([[0.4], [0.6]], (1, 3)),
-    'slopes': np.tile([[5.0], [-5.0]], (1, 3)),
-  }
-  np.testing.assert_allclose(
-    curve.apply({'params': params}, IMAGES),
-    np.clip(5 * IMAGES - 2, 0, 1),
-    atol=1e-5,
-  )
-
-
-def test_shrink_is_a_soft_threshold_of_dct_coefficients():
-  rng = np.random.default_rng(3)
-  threshold, gain = np.float32(rng.uniform(0, 0.5, (2, *IMAGES.shape[1:])))
-  z = scipy.fft.dctn(IMAGES, axes=(1, 2), norm='ortho')
-  z = gain * np.sign(z) * np.maximum(np.abs(z) - threshold, 0)
-  params = {'threshold': threshold, 'gain': gain}
-  np.testing.assert_allclose(
-    Shrink().apply({'params': params}, IMAGES),
-    scipy.fft.idctn(z, axes=(1, 2), norm='ortho'),
-    atol=1e-5,
-  )
-
-
-def test_a_denoising_cnn_sees_the_image_twice_through_its_curve():
-  options = {'num_classes': 5, 'mean': MEAN, 'std': STD, **SMALL['cnn']}
-  model = models.create('cnn', **options, denoise=True)
-  variables = model.init(jax.random.key(0), IMAGES, train=False)
-  params = variables['params']
-  shrunk = Shrink().apply({'params': params['Shrink_0']}, IMAGES)
-  images = np.concatenate([IMAGES, shrunk], axis=-1)
-  images = Curve().apply({'params': params['Curve_0']}, images)
-  rest = {k: v for k, v in params.items() if k not in ('Shrink_0', 'Curve_0')}
-  plain = small('cnn', mean=2 * MEAN, std=2 * STD)
-  np.testing.assert_allclose(
-    model.apply(variables, IMAGES, train=False),
-    plain.apply({'params': rest}, images, train=False),
-    rtol=1e-5,
   )
 
 

@@ -4,7 +4,6 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from mwrobust.models.denoise import Curve, Shrink
 from mwrobust.models.normalise import normalise
 
 
@@ -55,28 +54,19 @@ class Conv(nn.Module):
 
 
 class CNN(nn.Module):
-  """Two strided 4x4 convolutions and two dense layers, without BatchNorm.
-
-  With `denoise`, the convolutions see the image twice, once with its DCT
-  coefficients shrunk, and both of them through a curve.
-  """
+  """Two strided 4x4 convolutions and two dense layers, without BatchNorm."""
 
   num_classes: int
   mean: tuple[float, ...]
   std: tuple[float, ...]
   features: tuple[int, ...] = (32, 64)
   hidden: int = 200
-  denoise: bool = False
 
   @nn.compact
   def __call__(self, images: jax.Array, train: bool) -> jax.Array:
     """Returns the logits; `train` changes nothing here."""
     del train
-    mean, std = self.mean, self.std
-    if self.denoise:
-      images = Curve()(jnp.concatenate([images, Shrink()(images)], axis=-1))
-      mean, std = 2 * mean, 2 * std
-    x = normalise(images, mean, std)
+    x = normalise(images, self.mean, self.std)
     for features in self.features:
       x = nn.relu(Conv(features)(x))
     x = x.reshape(x.shape[0], -1)
