@@ -6,7 +6,7 @@ weak attacks is looked for. Every check is computed from saved outcomes.
 """
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -15,6 +15,7 @@ from mwrobust.attacks import Threat
 from mwrobust.outcomes import Outcomes
 
 POINTS = 0.5  # What a stronger attack may gain before it is worth a warning.
+LOSS_RATIO = 2.0  # What stronger attacks than those of training may add.
 RADII = (0.5, 2.0, 4.0, 8.0, 16.0)  # Times eps: the curve beside eps itself.
 
 
@@ -70,12 +71,16 @@ def curve(
 
 
 def checks(
-  outcomes: Outcomes, probed: Outcomes | None, widened: Outcomes | None
+  outcomes: Outcomes,
+  validation_loss: Mapping[str, float] | None,
+  probed: Outcomes | None,
+  widened: Outcomes | None,
 ) -> list[Check]:
   """Looks at an evaluation.
 
   Args:
     outcomes: the evaluation.
+    validation_loss: of the last validation, by threat; None if unknown.
     probed: what one more start, then `probes`, did to the survivors among its
       first examples, a row per threat and way; None if that was not done.
     widened: what `wider` did to its first examples, or None.
@@ -86,6 +91,8 @@ def checks(
     _deterministic(outcomes),
     _norm(outcomes),
   ]
+  if validation_loss is not None:
+    found.append(_training_attacks(outcomes, validation_loss))
   if outcomes.restarts > 1:
     found.append(_restarts(outcomes))
   if probed is not None:
@@ -148,6 +155,27 @@ def _norm(outcomes: Outcomes) -> Check:
     bool(ratio[worst] <= 1 + 1e-3),
     f'before the clip the largest norm is {ratio[worst]:.4f} eps, '
     f'{outcomes.threats[worst]}',
+  )
+
+
+def _training_attacks(
+  outcomes: Outcomes, validation_loss: Mapping[str, float]
+) -> Check:
+  # A network may learn to hide from the few steps it is trained against, which
+  # is known as catastrophic overfitting.
+  losses = dict(zip(outcomes.threats, outcomes.loss.mean(axis=1), strict=True))
+  ratios = {
+    # Twice next to nothing is nothing to look at.
+    name: loss / max(0.1, validation_loss[name])
+    for name, loss in losses.items()
+  }
+  worst = max(ratios, key=ratios.get)
+  return Check(
+    "training's attacks",
+    ratios[worst] <= LOSS_RATIO,
+    f'under {worst} the mean loss is {losses[worst]:.2f}, and was '
+    f'{validation_loss[worst]:.2f} in the last validation, whose attacks are '
+    'those of training',
   )
 
 

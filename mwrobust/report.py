@@ -405,7 +405,10 @@ def health_part(merged: Sequence[Run]) -> Part:
     for network, outcomes in run.evaluations.items():
       is_output = network == run.output
       for check in health.checks(
-        outcomes, run.probes.get(network), run.widened.get(network)
+        outcomes,
+        run.outer[-1]['validation_loss'] if run.outer else None,
+        run.probes.get(network),
+        run.widened.get(network),
       ):
         if len(merged) == 1 and (is_output or not check.passed):
           found.setdefault((network, check.name), []).append((run, check))

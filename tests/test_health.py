@@ -9,8 +9,8 @@ from test_outcomes import N, begin, filled
 from mwrobust import attacks, health
 
 
-def found(outcomes, probed=None, widened=None):
-  checks = health.checks(outcomes, probed, widened)
+def found(outcomes, probed=None, widened=None, validation_loss=None):
+  checks = health.checks(outcomes, validation_loss, probed, widened)
   return {check.name: check for check in checks}
 
 
@@ -33,10 +33,12 @@ def widen(outcomes):
 def test_a_healthy_evaluation_passes_everything():
   outcomes = filled()
   outcomes.norm[:] = 0.9 * outcomes.eps[:, None]
-  checks = found(outcomes, probe(outcomes), widen(outcomes))
+  losses = dict(zip(outcomes.threats, outcomes.loss.mean(axis=1), strict=True))
+  checks = found(outcomes, probe(outcomes), widen(outcomes), losses)
   assert all(check.passed for check in checks.values()), checks
   assert list(checks) == [
     *('zero gradients', 'logits', 'deterministic', 'inside the ball'),
+    "training's attacks",
     *('one more start', 'margin loss', 'twice the steps', 'wide radii'),
   ]
 
@@ -134,3 +136,12 @@ def test_wider_threats_differ_in_nothing_but_their_radius():
   wider = health.wider(threats)
   assert len(wider) == 6 * len(health.RADII)
   assert wider[7] == dataclasses.replace(threats[1], eps=2 * threats[1].eps)
+
+
+def test_a_network_that_hides_from_the_attacks_of_training():
+  outcomes = filled()
+  losses = dict(zip(outcomes.threats, outcomes.loss.mean(axis=1), strict=True))
+  losses['dct_l2'] /= 3
+  check = found(outcomes, validation_loss=losses)["training's attacks"]
+  assert not check.passed
+  assert 'under dct_l2 the mean loss is' in check.finding

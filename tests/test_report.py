@@ -234,6 +234,7 @@ def test_the_health_of_the_output_is_told(reported):
   found = re.findall(r'^- (ok|LOOK)  (.*?): (.*?): ', text, re.MULTILINE)
   assert [name for _, network, name in found if network == 'h=2 average'] == [
     *('zero gradients', 'logits', 'deterministic', 'inside the ball'),
+    "training's attacks",
     *('one more start', 'margin loss', 'twice the steps', 'wide radii'),
   ]
   # Of the other networks, only what is wrong.
