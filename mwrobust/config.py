@@ -78,7 +78,7 @@ def base() -> ConfigDict:
 
   config.train = train = ConfigDict()
   train.T = 40  # Outer steps.
-  train.r = 5  # Epochs in each, then the weights are updated.
+  train.r = 5.0  # Epochs in each, or a part of one; then comes the update.
   train.h = 3  # How many of the last parameters are averaged.
   train.batch_size = 128
   train.ramp = 0.0  # Share of training in which the radii grow from 0.
@@ -262,7 +262,7 @@ def validate(config: ConfigDict) -> None:
     'optimizer.schedule', config.optimizer.schedule, ('steps', 'one_cycle')
   )
   for field in (
-    *('train.T', 'train.r', 'train.h', 'train.batch_size', 'train.log_every'),
+    *('train.T', 'train.h', 'train.batch_size', 'train.log_every'),
     *('train.pgd_steps', 'train.slide_steps', 'eval.pgd_steps'),
     *('eval.slide_steps', 'eval.batch_size', 'eval.restarts'),
   ):
@@ -274,7 +274,7 @@ def validate(config: ConfigDict) -> None:
     _check_range(config, field, lowest=0)
   for field in (
     *('threats.eps_linf', 'threats.eps_l2', 'threats.eps_l1'),
-    *('optimizer.learning_rate', 'policy.eta'),
+    *('optimizer.learning_rate', 'policy.eta', 'train.r'),
   ):
     _check_range(config, field, above=0)
   _check_range(config, 'seed', lowest=0, below=2**32)

@@ -53,7 +53,14 @@ class Job(NamedTuple):
   @property
   def steps_per_outer_step(self) -> int:
     """Mini batches between two updates of the weights."""
-    return self.config.train.r * self.steps_per_epoch
+    return steps_per_outer_step(self.config.train, self.steps_per_epoch)
+
+
+def steps_per_outer_step(
+  train: ml_collections.ConfigDict, steps_per_epoch: int
+) -> int:
+  """Mini batches in r epochs."""
+  return max(1, round(train.r * steps_per_epoch))
 
 
 def prepare(config: ml_collections.ConfigDict) -> Job:
@@ -85,7 +92,7 @@ def prepare(config: ml_collections.ConfigDict) -> Job:
       'BatchNorm: leave it out.'
     )
   steps_per_epoch = len(data.train.labels) // config.train.batch_size
-  steps = config.train.T * config.train.r * steps_per_epoch
+  steps = config.train.T * steps_per_outer_step(config.train, steps_per_epoch)
   optimizer, learning_rate = state_lib.make_optimizer(
     config.optimizer, steps_per_epoch, steps
   )

@@ -224,7 +224,7 @@ def describe(config: ml_collections.ConfigDict, seeds: bool = True) -> str:
     f'Data {config.data.name}, network {config.model.name}, preset '
     f'{config.preset}{seed}.\n'
     f'Threats in {" and ".join(threats.spaces)}, with radii {radii}.\n'
-    f'T = {train.T} outer steps of r = {train.r} epochs, batches of '
+    f'T = {train.T} outer steps of r = {train.r:g} epochs, batches of '
     f'{train.batch_size}, h = {train.h}.'
   )
 

@@ -39,7 +39,7 @@ from mwrobust import (
 )
 from mwrobust import config as config_lib
 from mwrobust.errors import UserError
-from mwrobust.job import refuse_another_run
+from mwrobust.job import refuse_another_run, steps_per_outer_step
 from mwrobust.metrics import format_duration
 
 
@@ -156,7 +156,9 @@ def gradient_evaluations(
   elif not policy.attacks:
     attack_steps = 0
   schedule = config.train
-  batches = schedule.T * schedule.r * (train_size // schedule.batch_size)
+  batches = schedule.T * steps_per_outer_step(
+    schedule, train_size // schedule.batch_size
+  )
   training = batches * schedule.batch_size * (attack_steps + 1)
   validations = schedule.T + policy.validates_first
   training += validations * validation_size * sum(steps.values())

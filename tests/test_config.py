@@ -114,6 +114,8 @@ def test_the_presets_hold_the_numbers_of_the_paper_and_of_the_code():
     ('optimizer.schedule', 'cosine', r'Choose one of: steps, one_cycle'),
     ('train.h', 21, r'train\.h = 21 is more than train\.T = 20'),
     ('train.T', 0, r'train\.T = 0.*at least 1'),
+    ('train.r', 0.0, r'train\.r = 0\.0.*more than 0'),
+    ('eval.others', ('average',), r"eval\.others = 'average'"),
     ('train.ramp', 1.5, r'train\.ramp = 1\.5.*at least 0 and at most 1'),
     ('train.percentile', 100.0, r'train\.percentile.*less than 100'),
     ('optimizer.learning_rate', float('nan'), r'learning_rate = nan.*finite'),

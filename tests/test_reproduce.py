@@ -256,6 +256,16 @@ def test_training_without_attacks_costs_no_attacks():
   assert training == 18 * 20 + 3 * 30 * 12
 
 
+def test_an_outer_step_may_be_a_part_of_an_epoch():
+  half = tiny(**{'train.r': 0.5})
+  job = prepare(half)
+  assert (job.steps_per_epoch, job.steps_per_outer_step, job.steps) == (6, 3, 9)
+  training, _ = reproduce.gradient_evaluations(half, restarts=1)
+  assert training == 9 * 20 * (2 + 1) + 3 * 30 * 12
+  least = tiny(**{'train.r': 0.01})  # A mini batch at least.
+  assert prepare(least).steps_per_outer_step == 1
+
+
 def test_the_cost_of_the_tiny_run(tiny_run):
   training, evaluation = reproduce.gradient_evaluations(tiny(), restarts=1)
   # All threats take two steps there, so it is known before who is chosen.
