@@ -131,11 +131,11 @@ def preset(name: str, data: str) -> ConfigDict:
   return config
 
 
-def use_cnn(config: ConfigDict, learning_rate: float = 3e-3) -> None:
+def use_cnn(config: ConfigDict) -> None:
   """Puts a network and an optimizer for CPUs into the config."""
   config.model.name = 'cnn'
   config.optimizer.name = 'adam'
-  config.optimizer.learning_rate = learning_rate
+  config.optimizer.learning_rate = 3e-3
   config.optimizer.schedule = 'one_cycle'
   config.optimizer.l2 = 0.0
 

@@ -20,7 +20,7 @@ import ml_collections
 import numpy as np
 from etils import epath
 
-from mwrobust import averaging, checkpoints, datasets, health, sharding
+from mwrobust import averaging, checkpoints, datasets, health, runs, sharding
 from mwrobust import config as config_lib
 from mwrobust import job as job_lib
 from mwrobust.attacks import Threat
@@ -160,15 +160,16 @@ def networks(
 ) -> Iterator[Network]:
   """The last parameters; the average and the ensemble of the last h."""
   config = job.config
-  all_are_kept = config.algorithm == 'ensemble'  # Figure 2, against Figure 3.
-  h = config.train.T if all_are_kept else config.train.h
+  all_are_kept = config.algorithm == 'ensemble'
+  h = runs.window(config)
   states = checkpoints.last(workdir, h, job.init())
   members = tuple(state.variables for state in states)
   outer_steps = tuple(int(state.outer_step) for state in states)
   yield Network('last', 'h=1', members[-1:], outer_steps[-1:], h == 1)
 
   def network(kind: str, members: tuple[Any, ...], is_output: bool) -> Network:
-    return Network(kind, f'h={h} {kind}', members, outer_steps, is_output)
+    name = runs.network_name(kind, config)
+    return Network(kind, name, members, outer_steps, is_output)
 
   if h > 1 and not all_are_kept:
     average = averaging.average(members)
@@ -271,9 +272,11 @@ def _begin_curve(
   threats: Sequence[Threat],
   config: ml_collections.ConfigDict,
 ) -> tuple[Outcomes, list[Way]]:
-  """The first batch of examples, and how to attack it with other radii."""
-  batch_size = sharding.round_up(config.eval.batch_size)
-  count = min(config.eval.health_examples, batch_size, len(outcomes.labels))
+  """The first examples, and how to attack those with other radii."""
+  count = min(
+    *(config.eval.health_examples, health.CURVE_EXAMPLES),
+    len(outcomes.labels),
+  )
   attacks = health.wider(threats)
   natural = np.tile(outcomes.natural[:count], (len(attacks), 1))
   plan = [

@@ -17,6 +17,7 @@ from mwrobust.outcomes import Outcomes
 POINTS = 0.5  # What a stronger attack may gain before it is worth a warning.
 LOSS_RATIO = 2.0  # What stronger attacks than those of training may add.
 RADII = (0.5, 2.0, 4.0, 8.0, 16.0)  # Times eps: the curve beside eps itself.
+CURVE_EXAMPLES = 250  # At most, for a curve.
 
 
 class Check(NamedTuple):
@@ -62,7 +63,8 @@ def curve(
   rows = zip(RADII, widened.correct.reshape(-1, k, count), strict=True)
   stands = dict(rows) | {
     0.0: np.tile(outcomes.natural[:count], (k, 1)),
-    1.0: outcomes.correct[:, :count],
+    # As the others: one start, of those that are right without an attack.
+    1.0: outcomes.correct_after(1)[:, :count] & outcomes.natural[:count],
   }
   return {
     name: [(scale, 100 * stands[scale][i].mean()) for scale in sorted(stands)]
@@ -192,13 +194,19 @@ def _restarts(outcomes: Outcomes) -> Check:
 def _falls_to_zero(
   accuracies: dict[str, list[tuple[float, float]]], count: int
 ) -> Check:
-  # Without limits every image can be made one of another class.
+  # Without limits every image can be made one of another class. Where eps is
+  # tiny its widest multiple still has limits: there the accuracy must fall.
   last = {name: line[-1][1] for name, line in accuracies.items()}
-  worst = max(last, key=last.get)
+  stays = {
+    name: line[-1][1] if line[-1][1] > line[-2][1] - POINTS else 0.0
+    for name, line in accuracies.items()
+  }
+  worst = max(last, key=lambda name: (stays[name], last[name]))
   return Check(
     'wide radii',
-    last[worst] <= POINTS,
-    f'at {RADII[-1]:g} eps the accuracy is {last[worst]:.1f} % at most, '
+    stays[worst] <= POINTS,
+    f'at {RADII[-1]:g} eps the accuracy is {last[worst]:.1f} % '
+    f'{"and does not fall further" if stays[worst] > POINTS else "at most"}, '
     f'{worst}, on {count} examples',
   )
 

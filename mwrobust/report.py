@@ -192,27 +192,30 @@ def run_sections(run: Run) -> list[Section]:
 
 def merged_sections(merged: Sequence[Run]) -> list[Section]:
   """The table over several runs, and what they cost."""
-  methods = list(dict.fromkeys(run.method for run in merged))
-  seeds = {
-    method: [run.config.seed for run in merged if run.method == method]
-    for method in methods
-  }
-  which = '; '.join(
-    f'{method_title(method)} with seeds {", ".join(map(str, seeds[method]))}'
-    for method in methods
-  )
   return [
     (
       'Accuracy',
       [
         text(describe(merged[0].config, seeds=False)),
-        text(f'Runs: {which}.'),
+        seeds_part(merged),
         *accuracy_parts(merged),
       ],
     ),
     ('Were the attacks strong enough?', [health_part(merged)]),
     ('Cost', [cost_table(merged)]),
   ]
+
+
+def seeds_part(merged: Sequence[Run]) -> Part:
+  """Which seeds of which methods these are."""
+  seeds = {}
+  for run in merged:
+    seeds.setdefault(method_title(run.method), []).append(str(run.config.seed))
+  which = '; '.join(
+    f'{title} with seeds {", ".join(numbers)}'
+    for title, numbers in seeds.items()
+  )
+  return text(f'Runs: {which}.')
 
 
 def describe(config: ml_collections.ConfigDict, seeds: bool = True) -> str:
@@ -406,7 +409,7 @@ def health_part(merged: Sequence[Run]) -> Part:
       is_output = network == run.output
       for check in health.checks(
         outcomes,
-        run.outer[-1]['validation_loss'] if run.outer else None,
+        run.validation_loss,
         run.probes.get(network),
         run.widened.get(network),
       ):
@@ -428,9 +431,13 @@ def health_part(merged: Sequence[Run]) -> Part:
     'What is not listed has passed. One more start, margin loss, twice the '
     f'steps and wide radii are tried on {outputs} only'
   )
-  without = [str(run.workdir) for run in merged if run.output not in run.probes]
+  without = [
+    str(run.workdir)
+    for run in merged
+    if not (run.output in run.probes and run.output in run.widened)
+  ]
   if without:
-    note += f', and were not tried in {", ".join(without)}'
+    note += f', and were not all tried in {", ".join(without)}'
   lines = [f'- {word}  {name}: {finding}' for name, word, finding in rows]
   return Part(
     page.table(['check', '', 'finding'], rows, f'{note}.', marks),
@@ -552,7 +559,7 @@ def restart_chart(outcomes: Outcomes) -> Part:
 
 
 def radius_parts(outcomes: Outcomes, widened: Outcomes) -> list[Part]:
-  """The accuracy as the radius grows: it must fall to 0."""
+  """The accuracy as the radius grows: in the end it should be 0."""
   curve = health.curve(outcomes, widened)
   header = [f'{scale:g} eps' for scale, _ in next(iter(curve.values()))]
   rows = [

@@ -103,7 +103,7 @@ def plan(
     seeds: of the runs.
     folder: of their workdirs.
   """
-  if table is TABLES['convexity'] and _window(config) == 1:
+  if table is TABLES['convexity'] and runs.window(config) == 1:
     raise UserError('This table is about averages: it needs train.h > 1.')
   planned = []
   for method, others in table.others.items():
@@ -113,16 +113,13 @@ def plan(
       name, _, threat = method.partition(' ')
       ours.policy.name = name
       ours.policy.threat = threat or ours.policy.threat
-      ours.eval.others = tuple(o for o in others if o in config.eval.others)
+      ours.eval.others = tuple(
+        kind for kind in config.eval.others if kind in (*others, 'recalibrated')
+      )
       workdir = folder / f'{method.replace(" ", "_")}-seed{seed}'
       config_lib.validate(ours)
       planned.append(PlannedRun(method, ours, workdir))
   return planned
-
-
-def _window(config: ml_collections.ConfigDict) -> int:
-  """How many parameters make the output: h, or all T."""
-  return config.train.T if config.algorithm == 'ensemble' else config.train.h
 
 
 # ------------------------------------------------------------------- the costs
@@ -164,7 +161,7 @@ def gradient_evaluations(
   training += validations * validation_size * sum(steps.values())
 
   eval_steps = sum(t.steps for t in config_lib.make_threats(config, 'eval'))
-  h = _window(config)
+  h = runs.window(config)
   # Of networks: an ensemble takes a gradient of each of its members.
   sizes = {'last': 1, 'average': 1, 'recalibrated': 1, 'ensemble': h}
   output = 'ensemble' if config.algorithm == 'ensemble' else 'average'
@@ -174,9 +171,9 @@ def gradient_evaluations(
   evaluation = starts * test_size * eval_steps
   # One more start, the margin, and twice the steps; then the other radii.
   health_size = min(config.eval.health_examples, test_size)
-  evaluation += 4 * health_size * eval_steps
-  curve_size = min(health_size, config.eval.batch_size)
-  evaluation += len(health.RADII) * curve_size * eval_steps
+  curve_size = min(health_size, health.CURVE_EXAMPLES)
+  more = 4 * health_size + len(health.RADII) * curve_size
+  evaluation += sizes[output] * more * eval_steps
   return round(training), round(evaluation)
 
 
@@ -262,16 +259,17 @@ def _status(run: PlannedRun, restarts: int) -> tuple[str, float]:
     loaded = runs.load(run.workdir, _settings(run, restarts))
   except UserError:
     return 'begun', trained
-  h = _window(run.config)
-  others = [
-    'h=1' if kind == 'last' else f'h={h} {kind}'
-    for kind in run.config.eval.others
-    if h > 1
-  ]
-  is_done = loaded.outer_step == T and loaded.evaluations.keys() >= {
-    *(loaded.output, *others)
-  }
-  return 'done' if is_done else 'begun', trained
+  others = (
+    runs.network_name(kind, run.config) for kind in run.config.eval.others
+  )
+  wanted = {loaded.output, *others}
+  if run.config.eval.strict:
+    wanted |= {f'{name}, strict' for name in wanted}
+  checked = not run.config.eval.health_examples or (
+    loaded.output in loaded.probes and loaded.output in loaded.widened
+  )
+  is_done = loaded.outer_step == T and wanted <= loaded.evaluations.keys()
+  return 'done' if is_done and checked else 'begun', trained
 
 
 def _settings(run: PlannedRun, restarts: int) -> str:
@@ -290,15 +288,11 @@ def run_missing(
 ) -> list[runs.Run]:
   """Trains and evaluates what is not there yet; goes on with what is begun."""
   found = []
-  # An evaluation that differs from the run's own comes after it.
   for number, run in enumerate(planned, start=1):
     say(f'\n---- run {number} of {len(planned)}: {run.workdir}')
-    is_done = _status(run, restarts)[0] == 'done'
-    own = restarts == run.config.eval.restarts
-    checkpoint = run.workdir / 'checkpoints' / str(run.config.train.T)
-    if not is_done and (own or not checkpoint.exists()):
+    if _status(run, run.config.eval.restarts)[0] != 'done':
       train.train_and_evaluate(run.config, str(run.workdir), say)
-    if not is_done and not own:
+    if _status(run, restarts)[0] != 'done':
       config = run.config.copy_and_resolve_references()
       config.eval.restarts = restarts
       evaluate.evaluate_run(config, str(run.workdir), say)
@@ -310,9 +304,14 @@ def accuracy_section(
   table: TablePlan, found: Sequence[runs.Run]
 ) -> report.Section:
   """The table of accuracies, and the paper's."""
-  h = _window(found[0].config)
-  networks = 'h=1', f'h={h} ensemble', f'h={h} average'
-  columns = [(method, n) for method in table.others for n in networks]
+  config, output = found[0].config, found[0].output
+  columns = [
+    (method, network)
+    for method, others in table.others.items()
+    for network in dict.fromkeys(
+      [*(runs.network_name(kind, config) for kind in others), output]
+    )
+  ]
   return 'Accuracy', report.accuracy_parts(found, columns, table.rows)
 
 
@@ -385,7 +384,9 @@ def define_flags() -> None:
     'What all runs share; by default the file of the setting of the paper.'
   )
   flags.DEFINE_enum('table', None, list(TABLES), 'Which one to make.')
-  flags.DEFINE_list('seeds', ['0'], 'Of the runs of each method: 0,1,2.')
+  flags.DEFINE_list(
+    'seeds', ['0'], 'Of the runs of each method: 0,1,2. Some need the first.'
+  )
   flags.DEFINE_string(
     'workdir', 'runs/reproduce', 'Folder of the runs and the tables.'
   )
@@ -435,10 +436,9 @@ def write(
   runs.check_mergeable(found)
   table = TABLES[name]
   make_section = time_section if table.rows == ('time',) else accuracy_section
-  seeds = ', '.join(dict.fromkeys(str(run.config.seed) for run in found))
-  setting = f'{report.describe(found[0].config, seeds=False)}\nSeeds {seeds}.'
+  setting = report.describe(found[0].config, seeds=False)
   sections = [
-    ('Setting', [report.text(setting)]),
+    ('Setting', [report.text(setting), report.seeds_part(found)]),
     make_section(table, found),
     ('Were the attacks strong enough?', [report.health_part(found)]),
     ('Cost', [report.cost_table(found)]),

@@ -46,11 +46,18 @@ class Run(NamedTuple):
   @property
   def output(self) -> str:
     """The network that the algorithm returns: `'h=3 average'`, ..."""
-    all_are_kept = self.config.algorithm == 'ensemble'
-    h = self.config.train.T if all_are_kept else self.config.train.h
-    if h == 1:
-      return 'h=1'
-    return f'h={h} {"ensemble" if all_are_kept else "average"}'
+    is_ensemble = self.config.algorithm == 'ensemble'
+    return network_name('ensemble' if is_ensemble else 'average', self.config)
+
+  @property
+  def validation_loss(self) -> dict[str, float] | None:
+    """By threat, at all of eps; None if that of this network is unknown."""
+    losses = [
+      row['validation_loss']
+      for row in self.outer
+      if row['outer_step'] == self.outer_step and row['radius_scale'] == 1
+    ]
+    return losses[-1] if losses and self.method != 'natural' else None
 
   @property
   def outer_step(self) -> int:
@@ -60,6 +67,18 @@ class Run(NamedTuple):
 
 def _outer_step(outcomes: Outcomes) -> int:
   return outcomes.settings['outer_steps'][-1]
+
+
+def window(config: ml_collections.ConfigDict) -> int:
+  """How many parameters make the output: the last h, or all T."""
+  all_are_kept = config.algorithm == 'ensemble'  # Figure 2, against Figure 3.
+  return config.train.T if all_are_kept else config.train.h
+
+
+def network_name(kind: str, config: ml_collections.ConfigDict) -> str:
+  """Of what is made of the last h: `'h=3 average'`; `'h=1'` for the last."""
+  h = window(config)
+  return 'h=1' if kind == 'last' or h == 1 else f'h={h} {kind}'
 
 
 def load(workdir: str | os.PathLike, settings: str = '') -> Run:

@@ -2,6 +2,9 @@ import errno
 import os
 import pathlib
 import re
+import sys
+import threading
+import types
 
 import jax
 import jax.numpy as jnp
@@ -211,10 +214,12 @@ def test_what_a_killed_save_left_is_cleared_away(start, open_in, tmp_path):
 
 
 def test_a_full_disk_is_told_and_the_last_checkpoint_stays(
-  start, open_in, monkeypatch
+  start, open_in, monkeypatch, capsys
 ):
   checkpoints = open_in()
   checkpoints.save(after(start, 1))
+  for module, hook in ((threading, 'excepthook'), (sys, 'unraisablehook')):
+    monkeypatch.setattr(module, hook, getattr(module, f'__{hook}__'))
 
   def full(*args, **kwargs):
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -222,6 +227,9 @@ def test_a_full_disk_is_told_and_the_last_checkpoint_stays(
   monkeypatch.setattr(checkpoints._outer, 'save', full)
   with pytest.raises(UserError, match=r'No space left.*Free some space'):
     checkpoints.save(after(start, 2))
+  # Its threads have nothing to add.
+  sys.unraisablehook(types.SimpleNamespace(exc_value=OSError('and again')))
+  assert capsys.readouterr().err == ''
   assert_same(open_in().restore(start, print), after(start, 1))
 
 

@@ -14,7 +14,7 @@ import scipy.stats
 from browser import browse
 
 from mwrobust import config as config_lib
-from mwrobust import paper, report, runs
+from mwrobust import health, paper, report, runs
 from mwrobust.errors import UserError
 from mwrobust.outcomes import Outcomes
 
@@ -242,13 +242,36 @@ def test_the_health_of_the_output_is_told(reported):
   assert others <= {'LOOK'}
 
 
-def test_what_was_not_checked_is_not_said_to_have_passed(tiny_run, tmp_path):
+@pytest.mark.parametrize('name', ['health', 'radii'])
+def test_what_was_not_checked_is_not_said_to_have_passed(
+  name, tiny_run, tmp_path
+):
   run = copy_run(tiny_run, tmp_path / 'run')
-  (run / 'eval' / 'h=2_average_health.npz').unlink()
+  (run / 'eval' / f'h=2_average_{name}.npz').unlink()
   text = section(
     markdown_of(run, folder=run), 'Were the attacks strong enough?'
   )
-  assert 'What is not listed has passed' not in text or 'margin loss' in text
+  words = ' '.join(text.split())
+  assert f'and were not all tried in {run}.' in words
+
+
+def test_the_curve_is_that_of_the_outcomes(reported):
+  run, markdown, _ = reported
+  (curve,) = tables_of(section(markdown, 'Were the attacks strong enough?'))
+  with np.load(run / 'eval' / 'h=2_average_radii.npz') as arrays:
+    accuracies = 100 * arrays['correct'].mean(axis=1).reshape(-1, len(SIX))
+  for i, name in enumerate(SIX):
+    shown = [curve[name][f'{scale:g} eps'] for scale in health.RADII]
+    assert shown == [f'{accuracy:.1f}' for accuracy in accuracies[:, i]]
+
+
+def test_the_validation_of_another_network_is_no_check(tiny_run, tmp_path):
+  run = runs.load(tiny_run)
+  assert run.validation_loss == run.outer[-1]['validation_loss']
+  assert run._replace(outer=run.outer[:-1]).validation_loss is None
+  ramping = copy_run(tiny_run, tmp_path / 'run')
+  change_metrics(ramping, lambda row: row.update(radius_scale=0.5))
+  assert runs.load(ramping).validation_loss is None
 
 
 def test_the_norms_are_those_of_the_outcomes(reported):

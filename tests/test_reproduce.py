@@ -353,6 +353,18 @@ def test_what_is_left_is_what_is_not_done(tiny_run, tmp_path, monkeypatch):
   assert found == {f'{name}1': ('begun', left(restarts))}
 
 
+@pytest.mark.parametrize('name', ['health', 'radii'])
+def test_a_run_without_its_checks_is_not_done(
+  name, tiny_run, tmp_path, monkeypatch
+):
+  table = reproduce.TABLES['convexity']
+  planned = reproduce.plan(table, tiny(), [0], tmp_path)
+  copy_run(tiny_run, planned[0].workdir)
+  (planned[0].workdir / 'eval' / f'h=2_average_{name}.npz').unlink()
+  ((status, _),) = rows_of_plan(planned, 1, monkeypatch).values()
+  assert status == 'begun'
+
+
 def test_an_evaluation_that_was_interrupted_needs_no_training(
   tiny_run, tmp_path, monkeypatch
 ):
