@@ -32,11 +32,12 @@ def _runlocal(config):
   config_lib.use_cnn(config)
   config.model.options.features = (16, 32)
   config.data.augment = False
-  config.policy.eta = 0.5
-  config.train.T = 8
+  config.policy.eta = 1.0
+  config.train.T = 5
   config.train.r = 2
   config.train.batch_size = 100
   config.train.ramp = 0.5
   config.train.validation_examples = 500
   config.eval.examples = 1000
+  config.eval.others = ()
   config.eval.health_examples = 250

@@ -32,7 +32,6 @@ def _released(config):
 
 def _cnn(config):
   config_lib.use_cnn(config)
-  config.policy.eta = 1.0
   config.train.r = 0.7
   config.train.ramp = 0.5
   config.train.validation_examples = 500

@@ -191,7 +191,7 @@ def test_a_finished_run_is_not_run_again(undisturbed):
   result = run_child('none', 0, workdir)
   assert result.returncode == 0
   assert 'already' in result.stdout
-  assert result.stdout.count('Already evaluated') == 4
+  assert result.stdout.count('Already evaluated') == 5
   assert '| union' in result.stdout
   assert (workdir / 'metrics.jsonl').read_bytes() == before
 
