@@ -15,7 +15,8 @@ def get_config(variants: str = ''):
   """Variants, joined by commas: `released`, `cnn`, `runlocal`.
 
   released: the preset of the authors' code, instead of `paper`.
-  cnn: a network and a schedule for CPUs.
+  cnn: a network and a schedule for two CPU cores, about half an hour; not
+    tuned yet.
   runlocal: a look at the whole job in about a minute on two CPU cores.
   """
   config = config_lib.preset('paper', 'mnist')

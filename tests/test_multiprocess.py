@@ -155,7 +155,8 @@ def state_of(workdir):
 def chosen(workdir):
   """How often each threat was chosen until the step of each row."""
   total, until = collections.Counter(), {}
-  for line in (workdir / 'metrics.jsonl').read_text().splitlines():
+  path = pathlib.Path(workdir, 'metrics.jsonl')
+  for line in path.read_text().splitlines():
     row = json.loads(line)
     if row['kind'] == 'train':
       total.update(row['chosen'])
