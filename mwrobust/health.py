@@ -198,7 +198,7 @@ def _falls_to_zero(
   # tiny its widest multiple still has limits: there the accuracy must fall.
   last = {name: line[-1][1] for name, line in accuracies.items()}
   stays = {
-    name: line[-1][1] if line[-1][1] > line[-2][1] - POINTS else 0.0
+    name: line[-1][1] if line[-1][1] > 0.75 * line[-2][1] else 0.0
     for name, line in accuracies.items()
   }
   worst = max(last, key=lambda name: (stays[name], last[name]))
@@ -206,7 +206,7 @@ def _falls_to_zero(
     'wide radii',
     stays[worst] <= POINTS,
     f'at {RADII[-1]:g} eps the accuracy is {last[worst]:.1f} % '
-    f'{"and does not fall further" if stays[worst] > POINTS else "at most"}, '
+    f'{"and hardly falls further" if stays[worst] > POINTS else "at most"}, '
     f'{worst}, on {count} examples',
   )
 
