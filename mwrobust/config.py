@@ -194,6 +194,13 @@ def load(workdir: str | os.PathLike) -> ConfigDict:
     ) from error
 
 
+def to_share(config: ConfigDict) -> dict[str, Any]:
+  """As JSON has it, without what is of this machine."""
+  fields = json.loads(config.to_json())
+  fields['data']['dir'] = ''
+  return fields
+
+
 def _with_tuples(value: Any) -> Any:
   if isinstance(value, dict):
     return {name: _with_tuples(item) for name, item in value.items()}

@@ -7,7 +7,6 @@ RUN/export/model.json          the model card: config, data, measured figures
 """
 
 import hashlib
-import json
 from collections.abc import Callable
 
 import jax
@@ -61,7 +60,7 @@ def export(
     'network': network.name,
     'outer_steps': network.outer_steps,
     'preset': config.preset,
-    'config': json.loads(config.to_json()),
+    'config': config_lib.to_share(config),
     'input': {
       'shape': job.data.test.images.shape[1:],
       'range': [0, 1],

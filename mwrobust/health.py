@@ -195,7 +195,7 @@ def _falls_to_zero(
   accuracies: dict[str, list[tuple[float, float]]], count: int
 ) -> Check:
   # Without limits every image can be made one of another class. Where eps is
-  # tiny its widest multiple still has limits: there the accuracy must fall.
+  # tiny its widest multiple still has limits: there it must fall by a quarter.
   last = {name: line[-1][1] for name, line in accuracies.items()}
   stays = {
     name: line[-1][1] if line[-1][1] > 0.75 * line[-2][1] else 0.0

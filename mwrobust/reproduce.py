@@ -10,7 +10,6 @@ needs them. Killed, the same command goes on.
 """
 
 import functools
-import json
 import math
 import statistics
 import time
@@ -47,15 +46,15 @@ class TablePlan(NamedTuple):
   """A table of the paper.
 
   Attributes:
-    others: the methods it needs, and what is shown of each beside its output,
-      as `config.eval.others` has it.
+    methods: those it needs, and what is shown of each beside its output, as
+      `config.eval.others` has it.
     rows: what is shown of these; () for all, `('time',)` for the training.
     restarts: random starts of the evaluation.
     config: the file the paper's own setting is in.
     one_seed: methods of which the first seed is enough.
   """
 
-  others: Mapping[str, tuple[str, ...]]
+  methods: Mapping[str, tuple[str, ...]]
   rows: tuple[str, ...] = ()
   restarts: int = 1
   config: str = 'mnist.py'
@@ -106,7 +105,7 @@ def plan(
   if table is TABLES['convexity'] and runs.window(config) == 1:
     raise UserError('This table is about averages: it needs train.h > 1.')
   planned = []
-  for method, others in table.others.items():
+  for method, others in table.methods.items():
     for seed in seeds[:1] if method in table.one_seed else seeds:
       ours = config.copy_and_resolve_references()
       ours.seed = seed
@@ -164,7 +163,7 @@ def gradient_evaluations(
   h = runs.window(config)
   # Of networks: an ensemble takes a gradient of each of its members.
   sizes = {'last': 1, 'average': 1, 'recalibrated': 1, 'ensemble': h}
-  output = 'ensemble' if config.algorithm == 'ensemble' else 'average'
+  output = runs.output_kind(config)
   evaluated = {output, *config.eval.others} if h > 1 else {output}
   networks = sum(sizes[kind] for kind in evaluated)
   starts = networks * restarts * (1 + config.eval.strict)
@@ -307,7 +306,7 @@ def accuracy_section(
   config, output = found[0].config, found[0].output
   columns = [
     (method, network)
-    for method, others in table.others.items()
+    for method, others in table.methods.items()
     for network in dict.fromkeys(
       [*(runs.network_name(kind, config) for kind in others), output]
     )
@@ -322,9 +321,9 @@ def time_section(table: TablePlan, found: Sequence[runs.Run]) -> report.Section:
     method: statistics.mean(
       run.outer[-1]['seconds'] / 3600 for run in found if run.method == method
     )
-    for method in table.others
+    for method in table.methods
   }
-  first = next(iter(table.others))
+  first = next(iter(table.methods))
   rows = [
     [
       report.method_title(method),
@@ -333,7 +332,7 @@ def time_section(table: TablePlan, found: Sequence[runs.Run]) -> report.Section:
       f'{theirs[method]:.2f}',
       f'{theirs[method] / theirs[first]:.2f}',
     ]
-    for method in table.others
+    for method in table.methods
   ]
   over = f'over {report.method_title(first).lower()}'
   header = ['training', 'hours', over, 'paper, hours', f'paper, {over}']
@@ -345,12 +344,6 @@ def time_section(table: TablePlan, found: Sequence[runs.Run]) -> report.Section:
 
 def as_json(found: Sequence[runs.Run]) -> dict[str, Any]:
   """Every figure by run, for programs."""
-
-  def config_of(run: runs.Run) -> dict[str, Any]:
-    config = run.config.copy_and_resolve_references()
-    config.data.dir = ''  # Of this machine only.
-    return json.loads(config.to_json())
-
   return {
     'jax': jax.__version__,
     'device': f'{jax.device_count()} x {jax.devices()[0].device_kind}',
@@ -359,7 +352,7 @@ def as_json(found: Sequence[runs.Run]) -> dict[str, Any]:
         'method': run.method,
         'seed': run.config.seed,
         'preset': run.config.preset,
-        'config': config_of(run),
+        'config': config_lib.to_share(run.config),
         'training': {
           field: run.outer[-1][field]
           for field in ('gradient_evaluations', 'seconds')

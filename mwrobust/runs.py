@@ -46,8 +46,7 @@ class Run(NamedTuple):
   @property
   def output(self) -> str:
     """The network that the algorithm returns: `'h=3 average'`, ..."""
-    is_ensemble = self.config.algorithm == 'ensemble'
-    return network_name('ensemble' if is_ensemble else 'average', self.config)
+    return network_name(output_kind(self.config), self.config)
 
   @property
   def validation_loss(self) -> dict[str, float] | None:
@@ -67,6 +66,11 @@ class Run(NamedTuple):
 
 def _outer_step(outcomes: Outcomes) -> int:
   return outcomes.settings['outer_steps'][-1]
+
+
+def output_kind(config: ml_collections.ConfigDict) -> str:
+  """What the algorithm makes of its parameters."""
+  return 'ensemble' if config.algorithm == 'ensemble' else 'average'
 
 
 def window(config: ml_collections.ConfigDict) -> int:

@@ -1,3 +1,4 @@
+import json
 import pathlib
 
 import pytest
@@ -130,6 +131,16 @@ def test_bad_values_are_named(field, value, message):
     target[name] = value
   with pytest.raises(UserError, match=message):
     config_lib.validate(config)
+
+
+def test_what_is_shared_names_no_folder_of_this_machine():
+  config = load('mnist')
+  config.data.dir = '/home/me/mnist'
+  shared = config_lib.to_share(config)
+  assert shared['data'].pop('dir') == ''
+  ours = json.loads(config.to_json())
+  assert ours['data'].pop('dir') == '/home/me/mnist'
+  assert shared == ours
 
 
 def test_unknown_missing_and_mistyped_fields_are_named():

@@ -79,14 +79,14 @@ def test_the_tables_are_those_of_the_paper():
     data = table.config.removesuffix('.py')
     assert (ROOT / 'configs' / table.config).exists()
     if name == 'time':
-      assert set(table.others) == set(paper.HOURS[data])
+      assert set(table.methods) == set(paper.HOURS[data])
       continue
     figures = paper.ACCURACIES[data, table.restarts]
-    shown = {(method, 'h=3 average') for method in table.others}
-    for method, others in table.others.items():
+    shown = {(method, 'h=3 average') for method in table.methods}
+    for method, others in table.methods.items():
       names = {'last': 'h=1', 'ensemble': 'h=3 ensemble'}
       shown |= {(method, names[kind]) for kind in others}
-    columns = {column for column in figures if column[0] in table.others}
+    columns = {column for column in figures if column[0] in table.methods}
     assert shown & columns
     # Convexity is about averages only.
     assert columns <= shown or name == 'convexity'
@@ -419,7 +419,7 @@ def test_hours_are_compared_with_those_of_one_threat(tiny_run, tmp_path):
     'round_robin': 'Round robin',
     'multiplicative_weights': 'Mult. weights',
   }
-  assert list(rows) == [titles[method] for method in table.others]
+  assert list(rows) == [titles[method] for method in table.methods]
   first = statistics.mean(seconds['single pixel_linf'])
   hours = paper.HOURS['mnist']
   for method, title in titles.items():
