@@ -260,7 +260,7 @@ def _begin_probes(
   """The survivors among the first examples, and how to attack those again."""
   count = min(config.eval.health_examples, len(outcomes.labels))
   attacks = [*threats, *health.probes(threats)]
-  correct = np.tile(outcomes.correct[:, :count], (3, 1))
+  correct = np.tile(outcomes.correct[:, :count], (len(health.WAYS), 1))
   k = len(threats)
   starts = [outcomes.restarts] * k + [0] * (len(attacks) - k)
   plan = [Way(index, start) for index, start in enumerate(starts)]

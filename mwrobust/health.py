@@ -16,6 +16,11 @@ from mwrobust.outcomes import Outcomes
 
 POINTS = 0.5  # What a stronger attack may gain before it is worth a warning.
 LOSS_RATIO = 2.0  # What stronger attacks than those of training may add.
+# How the first examples are attacked again, see `probes`.
+WAYS = (
+  *('one more start', 'margin loss', 'twice the steps'),
+  'clip at every step',
+)
 RADII = (0.5, 2.0, 4.0, 8.0, 16.0)  # Times eps: the curve beside eps itself.
 CURVE_EXAMPLES = 250  # At most, for a curve.
 
@@ -35,10 +40,13 @@ class Check(NamedTuple):
 
 
 def probes(threats: Sequence[Threat]) -> tuple[Threat, ...]:
-  """The same threats climbing the margin, then with twice the steps."""
+  """The same threats in the other `WAYS`: all but the first."""
   margin = (dataclasses.replace(t, loss='margin') for t in threats)
   longer = (dataclasses.replace(t, steps=2 * t.steps) for t in threats)
-  return *margin, *longer
+  # On the way to a clip at the end an attack sees what the network does outside
+  # of [0, 1], where it never had to answer, and where it may hide.
+  clipped = (dataclasses.replace(t, clip='step') for t in threats)
+  return *margin, *longer, *clipped
 
 
 def wider(threats: Sequence[Threat]) -> tuple[Threat, ...]:
@@ -100,10 +108,8 @@ def checks(
   if probed is not None:
     k, count = len(outcomes.threats), len(probed.labels)
     before = outcomes.correct[:, :count]
-    after = probed.correct.reshape(3, k, count)
-    for name, correct in zip(
-      ('one more start', 'margin loss', 'twice the steps'), after, strict=True
-    ):
+    after = probed.correct.reshape(len(WAYS), k, count)
+    for name, correct in zip(WAYS, after, strict=True):
       found.append(_gain(name, outcomes.threats, before, correct))
   if widened is not None:
     found.append(_falls_to_zero(curve(outcomes, widened), len(widened.labels)))

@@ -428,8 +428,8 @@ def health_part(merged: Sequence[Run]) -> Part:
     rows.append([f'{name}: {check_name}{of}', word, first.finding])
   outputs = ', '.join(dict.fromkeys(run.output for run in merged))
   note = (
-    'What is not listed has passed. One more start, margin loss, twice the '
-    f'steps and wide radii are tried on {outputs} only'
+    f'What is not listed has passed. {", ".join(health.WAYS).capitalize()} '
+    f'and wide radii are tried on {outputs} only'
   )
   without = [
     str(run.workdir)

@@ -168,10 +168,10 @@ def gradient_evaluations(
   networks = sum(sizes[kind] for kind in evaluated)
   starts = networks * restarts * (1 + config.eval.strict)
   evaluation = starts * test_size * eval_steps
-  # One more start, the margin, and twice the steps; then the other radii.
+  # The ways of the probes, one of which has twice the steps; then the radii.
   health_size = min(config.eval.health_examples, test_size)
   curve_size = min(health_size, health.CURVE_EXAMPLES)
-  more = 4 * health_size + len(health.RADII) * curve_size
+  more = (len(health.WAYS) + 1) * health_size + len(health.RADII) * curve_size
   evaluation += sizes[output] * more * eval_steps
   return round(training), round(evaluation)
 

@@ -16,10 +16,10 @@ def found(outcomes, probed=None, widened=None, validation_loss=None):
 
 def probe(outcomes, fall=()):
   """Probes that fool the rows (way, threat, example) and nobody else."""
-  correct = np.tile(outcomes.correct, (3, 1, 1))
+  correct = np.tile(outcomes.correct, (len(health.WAYS), 1, 1))
   for index in fall:
     correct[index] = False
-  return dataclasses.replace(outcomes, correct=correct.reshape(18, N))
+  return dataclasses.replace(outcomes, correct=correct.reshape(-1, N))
 
 
 def widen(outcomes):
@@ -39,7 +39,8 @@ def test_a_healthy_evaluation_passes_everything():
   assert list(checks) == [
     *('zero gradients', 'logits', 'deterministic', 'inside the ball'),
     "training's attacks",
-    *('one more start', 'margin loss', 'twice the steps', 'wide radii'),
+    *('one more start', 'margin loss', 'twice the steps'),
+    *('clip at every step', 'wide radii'),
   ]
 
 
@@ -80,7 +81,7 @@ def test_a_perturbation_outside_of_its_ball():
 
 @pytest.mark.parametrize(
   ('way', 'name'),
-  [(0, 'one more start'), (1, 'margin loss'), (2, 'twice the steps')],
+  list(enumerate(health.WAYS)),
 )
 def test_a_stronger_attack(way, name):
   outcomes = filled()
@@ -104,10 +105,11 @@ def test_restarts_that_still_help():
 
 def test_the_probes_are_the_same_threats_climbing_otherwise():
   threats = attacks.six_threats(0.1, 0.5, 2.0, phase='eval')
-  margin, longer = np.split(np.array(health.probes(threats), object), 2)
-  for threat, by_margin, by_steps in zip(threats, margin, longer, strict=True):
-    assert by_margin == dataclasses.replace(threat, loss='margin')
-    assert by_steps == dataclasses.replace(threat, steps=2 * threat.steps)
+  ways = np.array(health.probes(threats), object).reshape(3, -1).T
+  for threat, (margin, longer, clipped) in zip(threats, ways, strict=True):
+    assert margin == dataclasses.replace(threat, loss='margin')
+    assert longer == dataclasses.replace(threat, steps=2 * threat.steps)
+    assert clipped == dataclasses.replace(threat, clip='step')
 
 
 def test_the_curve_goes_through_the_evaluation():

@@ -92,13 +92,29 @@ def test_parameter_count_and_logits(name, shape, count):
 @pytest.mark.parametrize('name', SMALL)
 def test_normalisation_is_inside(name):
   variables = variables_of(name)
-  logits, _, _ = run(small(name), variables, IMAGES, train=False)
+  images = np.float32(MEAN) + np.float32(STD) * IMAGES
+  logits, _, _ = run(small(name), variables, images, train=False)
   plain = small(name, mean=(0.0, 0.0, 0.0), std=(1.0, 1.0, 1.0))
   plain_logits = jax.jit(functools.partial(plain.apply, train=False))
   np.testing.assert_allclose(
-    logits, plain_logits(variables, NORMALISED), rtol=1e-3, atol=1e-4
+    logits, plain_logits(variables, IMAGES), rtol=1e-4, atol=1e-5
   )
-  assert not np.allclose(logits, plain_logits(variables, IMAGES), atol=1e-2)
+  assert not np.allclose(logits, plain_logits(variables, images), rtol=1e-4)
+
+
+@pytest.mark.parametrize('name', SMALL)
+def test_nothing_is_hidden_outside_of_the_cube(name):
+  """There the logits and gradients are those of the clipped image."""
+  outside = 3 * IMAGES - 1
+  model, variables = small(name), variables_of(name)
+  logits, _, (_, gradient) = run(model, variables, outside, train=False)
+  clipped = np.clip(outside, 0, 1)
+  expected, _, (_, expected_gradient) = run(
+    model, variables, clipped, train=False
+  )
+  np.testing.assert_allclose(logits, expected, rtol=1e-4, atol=1e-4)
+  np.testing.assert_allclose(gradient, expected_gradient, rtol=1e-3, atol=1e-3)
+  assert np.abs(gradient[outside > 1]).max() > 0
 
 
 @pytest.mark.parametrize('name', WITH_BATCH_NORM)
