@@ -33,7 +33,9 @@ def _released(config):
 
 def _cnn(config):
   config_lib.use_cnn(config)
-  config.train.r = 0.7
+  config.optimizer.learning_rate = 2e-3
+  config.policy.eta = 0.3
+  config.train.r = 0.5
   config.train.ramp = 0.5
   config.train.validation_examples = 500
 
