@@ -321,8 +321,6 @@ def line_chart(
   series: Mapping[str, Sequence[tuple[float, Number]]],
   x_label: str,
   y_label: str,
-  *,
-  y_from_zero: bool = True,
 ) -> str:
   """A line per series, dashed where the name starts with `dct_`.
 
@@ -330,8 +328,7 @@ def line_chart(
     series: Points (x, y) by name, in the order of x. A line has a gap where y
       is None, NaN, infinite or beyond 1e300.
     x_label: What x is.
-    y_label: What y is.
-    y_from_zero: Whether the y axis must show 0.
+    y_label: What y is. Its axis shows 0.
 
   Returns:
     HTML.
@@ -349,7 +346,7 @@ def line_chart(
   whole = all(x == int(x) for x, _ in points)
   x_ticks = _ticks(left, right, 6, whole)
   x_ticks = [x for x in x_ticks if left <= x <= right]
-  y_ticks = _ticks(*_span([y for _, y in points] + [0] * y_from_zero), 5)
+  y_ticks = _ticks(*_span([y for _, y in points] + [0]), 5)
   bottom, top = y_ticks[0], y_ticks[-1]
 
   def place(x, y):
