@@ -34,8 +34,9 @@ def _released(config):
 def _cnn(config):
   config_lib.use_cnn(config)
   config.optimizer.learning_rate = 2e-3
+  config.model.options.features = (8,)
   config.policy.eta = 0.3
-  config.train.r = 0.5
+  config.train.r = 2
   config.train.ramp = 0.5
   config.train.validation_examples = 500
 

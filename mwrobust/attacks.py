@@ -234,6 +234,13 @@ def make_switch(threats: Sequence[Threat], *, details: bool = False) -> Attack:
   return switch
 
 
+def step_size(threat: Threat) -> float:
+  """How far a step goes: 2.5 eps / steps, if the threat does not say."""
+  if threat.step_size is None:
+    return 2.5 * threat.eps / threat.steps
+  return threat.step_size
+
+
 def distance(threat: Threat, images: Array, perturbed: Array) -> Array:
   """How far the perturbed images are, [B]: in the threat's space and norm."""
   space, norm = spaces.get(threat.space), norms.get(threat.norm)
@@ -260,7 +267,7 @@ def _make_climb(threats: tuple[Threat, ...]):
   data_columns = (
     np.array([threat.steps for threat in threats], np.int32),
     np.array([threat.eps for threat in threats], np.float32),
-    np.array([_step_size(threat) for threat in threats], np.float32),
+    np.array([step_size(threat) for threat in threats], np.float32),
     np.array([threat.random_start for threat in threats]),
     np.array([_ROUNDS * _alternates(t) for t in threats], np.int32),
   )
@@ -355,12 +362,6 @@ def _alternates(threat: Threat) -> bool:
   return (
     threat.clip == 'strict' and spaces.get(threat.space) is not spaces.PIXEL
   )
-
-
-def _step_size(threat: Threat) -> float:
-  if threat.step_size is None:
-    return 2.5 * threat.eps / threat.steps
-  return threat.step_size
 
 
 def _noise(key: Array, size: int) -> Array:

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from mwrobust.attacks import Threat
+from mwrobust.attacks import Threat, step_size
 from mwrobust.outcomes import Outcomes
 
 POINTS = 0.5  # What a stronger attack may gain before it is worth a warning.
@@ -42,7 +42,11 @@ class Check(NamedTuple):
 def probes(threats: Sequence[Threat]) -> tuple[Threat, ...]:
   """The same threats in the other `WAYS`: all but the first."""
   margin = (dataclasses.replace(t, loss='margin') for t in threats)
-  longer = (dataclasses.replace(t, steps=2 * t.steps) for t in threats)
+  # Steps of the same size: twice as many of half the size lead no further.
+  longer = (
+    dataclasses.replace(t, steps=2 * t.steps, step_size=step_size(t))
+    for t in threats
+  )
   # On the way to a clip at the end an attack sees what the network does outside
   # of [0, 1], where it never had to answer, and where it may hide.
   clipped = (dataclasses.replace(t, clip='step') for t in threats)

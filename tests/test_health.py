@@ -108,7 +108,10 @@ def test_the_probes_are_the_same_threats_climbing_otherwise():
   ways = np.array(health.probes(threats), object).reshape(3, -1).T
   for threat, (margin, longer, clipped) in zip(threats, ways, strict=True):
     assert margin == dataclasses.replace(threat, loss='margin')
-    assert longer == dataclasses.replace(threat, steps=2 * threat.steps)
+    size = 2.5 * threat.eps / threat.steps
+    assert longer == dataclasses.replace(
+      threat, steps=2 * threat.steps, step_size=size
+    )
     assert clipped == dataclasses.replace(threat, clip='step')
 
 
