@@ -127,6 +127,33 @@ def test_stays_in_its_ball_before_the_clip(threat):
   assert (length > threat.eps * 0.9).any()
 
 
+def test_a_network_hides_outside_of_the_cube_from_a_clip_at_the_end():
+  """As the README says, and that its remedies are some."""
+
+  def trap(images):
+    # To be fooled, pixels must rise to 0.3 on average. Below 0, falling seems
+    # to help more, but is clipped away.
+    seen = jnp.where(images < 0, -5 * images, images)
+    dark = jnp.full(len(images), 0.3)
+    return jnp.stack([dark, seen.mean((1, 2, 3))], axis=1)
+
+  def open_trap(images):
+    clipped = jnp.clip(images, 0, 1)
+    return trap(images + jax.lax.stop_gradient(clipped - images))
+
+  images, labels = jnp.zeros((4, 8, 8, 1)), jnp.zeros(4, jnp.int32)
+  end = attacks.Threat(norm='linf', eps=0.4, steps=10)
+  step = dataclasses.replace(end, clip='step')
+  for threat, logits_fn, stands in (
+    (end, trap, True),
+    (end, open_trap, False),
+    (step, trap, False),
+  ):
+    attack = attacks.make_attack(threat)
+    found = attack(logits_fn, jax.random.key(0), images, labels)
+    assert ((trap(found).argmax(axis=1) == 0) == stands).all()
+
+
 def test_attacks_raise_their_loss():
   threats = variants(SIX, loss=losses.LOSSES)
   for threat, found in zip(

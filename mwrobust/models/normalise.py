@@ -12,11 +12,10 @@ def normalise(
   """Maps images in [0, 1] to zero mean and unit variance per channel.
 
   Outside of [0, 1] there are no images, but attacks that clip at the end pass
-  through there. A network that is free to answer there learns to lead them
-  astray, and stands only until it meets one that clips at every step (measured:
-  68 % and then 1 %, see results/README.md). So here the answer is that of the
-  clipped image, and the gradient as if nothing was clipped, which still leads
-  back.
+  through there. A network that is free to answer there may learn to lead them
+  astray, and then stands only until it meets one that clips at every step. So
+  here the answer is that of the clipped image, and the gradient as if nothing
+  was clipped, which still leads back.
   """
   channels = images.shape[-1]
   if not channels == len(mean) == len(std):
