@@ -102,7 +102,7 @@ def test_normalisation_is_inside(name):
   assert not np.allclose(logits, plain_logits(variables, images), rtol=1e-4)
 
 
-@pytest.mark.parametrize('name', SMALL)
+@pytest.mark.parametrize('name', ['cnn', 'preact_resnet18'])
 def test_nothing_is_hidden_outside_of_the_cube(name):
   """There the logits and gradients are those of the clipped image."""
   outside = 3 * IMAGES - 1
