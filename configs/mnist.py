@@ -15,8 +15,10 @@ def get_config(variants: str = ''):
   """Variants, joined by commas: `released`, `cnn`, `runlocal`.
 
   released: the preset of the authors' code, instead of `paper`.
-  cnn: a network and a schedule for two CPU cores, about half an hour; not
-    tuned yet.
+  cnn: a network and a schedule for CPUs, 24 minutes of training on one core.
+    With seed 0 it ended at natural 92.9, min 23.9 (95 % interval 22.0 to 25.8;
+    dct_linf) and union 21.1 (h = 3 average, the first 2,000 test images, one
+    start; jax 0.10.2, AMD EPYC): see results/README.md.
   runlocal: a look at the whole job in about a minute on two CPU cores.
   """
   config = config_lib.preset('paper', 'mnist')
