@@ -54,7 +54,7 @@ class Conv(nn.Module):
 
 
 class CNN(nn.Module):
-  """Two strided 4x4 convolutions and two dense layers, without BatchNorm."""
+  """Strided 4x4 convolutions, two by default, and two dense layers."""
 
   num_classes: int
   mean: tuple[float, ...]
