@@ -16,11 +16,18 @@ from mwrobust.outcomes import Outcomes
 
 POINTS = 0.5  # What a stronger attack may gain before it is worth a warning.
 LOSS_RATIO = 2.0  # What stronger attacks than those of training may add.
-# How the first examples are attacked again, see `probes`.
-WAYS = (
-  *('one more start', 'margin loss', 'twice the steps'),
-  'clip at every step',
-)
+# How threats are changed to attack the first examples otherwise.
+_CHANGES = {
+  'margin loss': lambda t: dataclasses.replace(t, loss='margin'),
+  # Steps of the same size: twice as many of half the size lead no further.
+  'twice the steps': lambda t: dataclasses.replace(
+    t, steps=2 * t.steps, step_size=step_size(t)
+  ),
+  # On the way to a clip at the end an attack sees what the network does outside
+  # of [0, 1], where it never had to answer, and where it may hide.
+  'clip at every step': lambda t: dataclasses.replace(t, clip='step'),
+}
+WAYS = ('one more start', *_CHANGES)  # In which they are attacked again.
 RADII = (0.5, 2.0, 4.0, 8.0, 16.0)  # Times eps: the curve beside eps itself.
 CURVE_EXAMPLES = 250  # At most, for a curve.
 
@@ -41,16 +48,7 @@ class Check(NamedTuple):
 
 def probes(threats: Sequence[Threat]) -> tuple[Threat, ...]:
   """The same threats in the other `WAYS`: all but the first."""
-  margin = (dataclasses.replace(t, loss='margin') for t in threats)
-  # Steps of the same size: twice as many of half the size lead no further.
-  longer = (
-    dataclasses.replace(t, steps=2 * t.steps, step_size=step_size(t))
-    for t in threats
-  )
-  # On the way to a clip at the end an attack sees what the network does outside
-  # of [0, 1], where it never had to answer, and where it may hide.
-  clipped = (dataclasses.replace(t, clip='step') for t in threats)
-  return *margin, *longer, *clipped
+  return tuple(change(t) for change in _CHANGES.values() for t in threats)
 
 
 def wider(threats: Sequence[Threat]) -> tuple[Threat, ...]:

@@ -10,6 +10,7 @@ import ml_collections
 from etils import epath
 
 from mwrobust import config as config_lib
+from mwrobust import health
 from mwrobust.errors import UserError
 from mwrobust.outcomes import Outcomes
 
@@ -115,9 +116,12 @@ def load(workdir: str | os.PathLike, settings: str = '') -> Run:
     {
       name: more
       for name, more in found.items()
-      if name in evaluations and more.settings == evaluations[name].settings
+      if name in evaluations
+      and more.settings == evaluations[name].settings
+      # Else it is from before there were more ways to attack.
+      and len(more.correct) == len(ways) * len(evaluations[name].correct)
     }
-    for found in (probes, widened)
+    for found, ways in ((probes, health.WAYS), (widened, health.RADII))
   )
   if not evaluations:
     known = sorted({_parse(path)[1][1:] for path in files} - {''})

@@ -256,6 +256,14 @@ def test_what_was_not_checked_is_not_said_to_have_passed(
   assert f'and were not all tried in {run}.' in words
 
 
+def test_probes_from_before_a_way_was_added_are_not_read(tiny_run, monkeypatch):
+  assert runs.load(tiny_run).probes
+  monkeypatch.setattr(health, 'WAYS', (*health.WAYS, 'another'))
+  found = runs.load(tiny_run)
+  assert not found.probes
+  assert found.widened
+
+
 def test_the_curve_is_that_of_the_outcomes(reported):
   run, markdown, _ = reported
   (curve,) = tables_of(section(markdown, 'Were the attacks strong enough?'))
