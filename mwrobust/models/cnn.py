@@ -4,7 +4,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from mwrobust.models.normalise import answer_as_clipped, normalise
+from mwrobust.models.normalise import normalise
 
 
 class Conv(nn.Module):
@@ -66,7 +66,7 @@ class CNN(nn.Module):
   def __call__(self, images: jax.Array, train: bool) -> jax.Array:
     """Returns the logits; `train` changes nothing here."""
     del train
-    x = normalise(answer_as_clipped(images), self.mean, self.std)
+    x = normalise(images, self.mean, self.std)
     for features in self.features:
       x = nn.relu(Conv(features)(x))
     x = x.reshape(x.shape[0], -1)

@@ -6,7 +6,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from mwrobust.models.normalise import answer_as_clipped, normalise
+from mwrobust.models.normalise import normalise
 
 _he_normal = nn.initializers.he_normal()
 
@@ -33,7 +33,7 @@ class PreActResNet(nn.Module):
     norm = functools.partial(
       nn.BatchNorm, use_running_average=not train, momentum=0.9
     )
-    x = normalise(answer_as_clipped(images), self.mean, self.std)
+    x = normalise(images, self.mean, self.std)
     x = conv3x3(self.width)(x)
     for stage, blocks in enumerate(self.stage_sizes):
       features = self.width * 2**stage
