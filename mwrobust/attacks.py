@@ -251,6 +251,7 @@ def distance(threat: Threat, images: Array, perturbed: Array) -> Array:
 
 # ------------------------------------------------------------------ one climb
 
+_EDGE = 1e-6  # Of [0, 1]: so near, a pixel is at it.
 _ROUNDS = 10  # Of alternating projections. On linear models, more gain nothing.
 
 
@@ -406,7 +407,12 @@ class _Map:
     Only the direction matters, so the gradient is rescaled first and nothing
     under- or overflows on the way.
     """
-    _, pull_back = jax.vjp(self.inverse, centre + delta)
+    image, pull_back = jax.vjp(self.inverse, centre + delta)
+    if self.clip != 'end' and self.space is spaces.PIXEL:
+      # Else a sparse step would push the same few pixels over the edge again
+      # and again, only to have them clipped.
+      at_edge = jnp.where(gradient < 0, image <= _EDGE, image >= 1 - _EDGE)
+      gradient = jnp.where(at_edge, 0, gradient)
     return pull_back(norms.rescale(gradient))[0]
 
   def place(self, centre, delta):

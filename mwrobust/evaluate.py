@@ -279,10 +279,12 @@ def _begin_curve(
   )
   attacks = health.wider(threats)
   natural = np.tile(outcomes.natural[:count], (len(attacks), 1))
+  k = len(threats)
+  clipping = k * health.WAYS.index('clip at every step')
   plan = [
-    Way(index, scale=scale)
+    Way(clipping + index, scale=scale)
     for scale in health.RADII
-    for index in range(len(threats))
+    for index in range(k)
   ]
   return _begin_more(outcomes, attacks, natural), plan
 

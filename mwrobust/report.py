@@ -575,7 +575,8 @@ def radius_parts(outcomes: Outcomes, widened: Outcomes) -> list[Part]:
     table(
       ['accuracy, % at', *header],
       rows,
-      f'The radius grows, on the first {len(widened.labels)} test images.',
+      f'The radius grows, on the first {len(widened.labels)} test images, with '
+      'a clip at every step.',
     ),
     picture(chart, 'Accuracy over the radius'),
   ]

@@ -740,6 +740,28 @@ def test_strict_finds_the_optimum_of_a_linear_program(norm):
     assert gained >= best * 0.95
 
 
+@pytest.mark.parametrize('clip', ['step', 'strict'])
+def test_a_sparse_step_leaves_pixels_that_are_at_an_edge(clip):
+  """Else it would not get further than the few that it takes at once."""
+  images = (IMAGES > 0.5).astype(np.float32)
+  threat = attacks.Threat(
+    norm='l1', eps=12.0, steps=100, clip=clip, random_start=False
+  )
+  slope = WEIGHTS[:, :1] @ np.array([[1.0, -1.0]], np.float32)
+  found = run(
+    attacks.make_attack(threat), functools.partial(linear, weights=slope), KEY,
+    images, np.ones(6, np.int32),
+  )  # fmt: skip
+  for image, adversarial in zip(
+    images.reshape(6, 64), np.asarray(found).reshape(6, 64), strict=True
+  ):
+    # The twelve of the steepest pixels that can still go where it is steep.
+    gains = np.maximum(WEIGHTS[:, 0] * (1 - 2 * image), 0)
+    gained = WEIGHTS[:, 0] @ (adversarial - image)
+    assert np.abs(adversarial - image).sum() <= 12 * (1 + 1e-5)
+    assert gained >= 0.95 * np.sort(gains)[-12:].sum()
+
+
 def _best_in_ball_and_cube(slope, image, basis, norm, eps):
   """max slope @ d, |basis @ d| <= eps in the norm and 0 <= x + d <= 1."""
   cube = list(zip(-image, 1 - image, strict=True))

@@ -115,14 +115,13 @@ def test_the_probes_are_the_same_threats_climbing_otherwise():
     assert clipped == dataclasses.replace(threat, clip='step')
 
 
-def test_the_curve_goes_through_the_evaluation():
+def test_the_curve_begins_without_an_attack():
   outcomes = filled()
   curve = health.curve(outcomes, widen(outcomes))
-  for i, name in enumerate(outcomes.threats):
+  for name in outcomes.threats:
     assert curve[name] == [
       (0, 100 * outcomes.natural.mean()),
       (0.5, 100),
-      (1, 100 * (outcomes.correct[i] & outcomes.natural).mean()),
       *((scale, 0) for scale in health.RADII[1:]),
     ]
 
@@ -133,17 +132,19 @@ def test_a_wide_radius_that_fools_not_everyone():
   widened.correct[-1, 3] = True  # The widest of the last threat.
   check = found(outcomes, widened=widened)['wide radii']
   assert not check.passed
-  assert 'at 16 eps the accuracy is 2.5 % and hardly falls' in check.finding
+  assert 'at 32 eps the accuracy is 2.5 % and hardly falls' in check.finding
   assert 'dct_l1' in check.finding
   widened.correct[-7, :3] = True  # Half of that radius has not fooled more.
   assert found(outcomes, widened=widened)['wide radii'].passed
 
 
-def test_wider_threats_differ_in_nothing_but_their_radius():
+def test_wider_threats_differ_in_their_radius_and_their_clip():
   threats = attacks.six_threats(0.4, 1.0, 5.0)
   wider = health.wider(threats)
   assert len(wider) == 6 * len(health.RADII)
-  assert wider[7] == dataclasses.replace(threats[1], eps=2 * threats[1].eps)
+  assert wider[13] == dataclasses.replace(
+    threats[1], eps=2 * threats[1].eps, clip='step'
+  )
 
 
 def test_a_network_that_hides_from_the_attacks_of_training():
