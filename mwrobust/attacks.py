@@ -75,7 +75,8 @@ class Threat:
     random_start: start at a random point of the ball, or at its centre.
     clip: to [0, 1], once at the `'end'` (the paper's rule: the clip may lead
       out of the ball), or after each `'step'`, the perturbation then being
-      re-expressed (usual pixel PGD). `'strict'` ends in the ball and in [0, 1]
+      re-expressed (usual pixel PGD; pixels at an edge take no part in a step
+      over it). `'strict'` ends in the ball and in [0, 1]
       at once, by alternating projections after each step; for spaces that are
       orthonormal maps.
     loss: what the steps climb: `'ce'` or `'margin'`.
@@ -147,9 +148,9 @@ def make_attack(threat: Threat, restarts: int = 1) -> Attack:
 
   Args:
     threat: what the adversary may do.
-    restarts: random starts; per example the one that ends with the highest
-      loss wins. The first is the one of `restarts=1`, and memory does not grow
-      with their number.
+    restarts: random starts; per example one that fools wins, then the one that
+      ends with the highest loss. The first is the one of `restarts=1`, and
+      memory does not grow with their number.
   """
   _require(isinstance(threat, Threat), 'threat', threat, 'a Threat')
   _require(_is_count(restarts), 'restarts', restarts, 'an integer >= 1')
@@ -168,23 +169,29 @@ def make_attack(threat: Threat, restarts: int = 1) -> Attack:
       found = climb(logits_fn, 0, start_key(0), images, labels, ids, scale)
       return found.images
 
-    final_loss = _constant_closure(
-      lambda images: loss_fn(_check_logits(logits_fn(images), labels), labels),
-      images,
+    final_logits = _constant_closure(
+      lambda images: _check_logits(logits_fn(images), labels), images
     )
 
     def keep_worst(restart, worst):
+      worst_images, worst_fooled, worst_loss = worst
       key = start_key(restart)
       found = climb(logits_fn, 0, key, images, labels, ids, scale).images
-      loss = final_loss(found)
+      logits = final_logits(found)
+      loss = loss_fn(logits, labels)
+      # With three classes or more, one that stands may have a higher loss.
+      fooled = (logits.argmax(axis=1) != labels) | jnp.isnan(loss)
       loss = jnp.where(jnp.isnan(loss), jnp.inf, loss)
-      worse = loss > worst[1]
+      higher = (fooled == worst_fooled) & (loss > worst_loss)
+      worse = (fooled & ~worst_fooled) | higher
       return (
-        jnp.where(worse[:, None, None, None], found, worst[0]),
-        jnp.where(worse, loss, worst[1]),
+        jnp.where(worse[:, None, None, None], found, worst_images),
+        fooled | worst_fooled,
+        jnp.where(worse, loss, worst_loss),
       )
 
-    worst = images, jnp.full_like(images[:, 0, 0, 0], -jnp.inf)
+    nothing = jnp.full_like(images[:, 0, 0, 0], -jnp.inf)
+    worst = images, jnp.zeros_like(nothing, bool), nothing
     return lax.fori_loop(0, restarts, keep_worst, worst)[0]
 
   return attack
@@ -205,7 +212,9 @@ class Found(NamedTuple):
   stuck: Array
 
 
-def make_switch(threats: Sequence[Threat], *, details: bool = False) -> Attack:
+def make_switch(
+  threats: Sequence[Threat], *, details: bool = False
+) -> Callable[..., Array | Found]:
   """Makes `switch(logits_fn, index, key, images, labels, ids, scale, start)`.
 
   `switch` with index i does what `make_attack(threats[i])` does. The index is

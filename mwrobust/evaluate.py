@@ -91,7 +91,7 @@ def evaluate(
     probed = config.eval.health_examples and not reading
     attack_step = make_attack_step(
       model=job.model,
-      threats=[*threats, *(health.probes(threats) if probed else ())],
+      threats=health.probes(threats) if probed else threats,
       key=job.evaluation_key,
     )
     for network in evaluated:
@@ -239,7 +239,7 @@ def _begin(
     'seed': job.config.seed,
     'outer_steps': network.outer_steps,
     'members': len(network.members),
-    'threats': list(map(dataclasses.asdict, threats)),
+    'threats': health.described(threats),
   }
   return Outcomes.begin(
     settings=json.loads(json.dumps(settings)),
@@ -259,7 +259,7 @@ def _begin_probes(
 ) -> tuple[Outcomes, list[Way]]:
   """The survivors among the first examples, and how to attack those again."""
   count = min(config.eval.health_examples, len(outcomes.labels))
-  attacks = [*threats, *health.probes(threats)]
+  attacks = health.probes(threats)
   correct = np.tile(outcomes.correct[:, :count], (len(health.WAYS), 1))
   k = len(threats)
   starts = [outcomes.restarts] * k + [0] * (len(attacks) - k)
@@ -295,7 +295,7 @@ def _begin_more(
   """Further attacks on the first examples, those that stand so far."""
   count = correct.shape[1]
   return Outcomes.begin(
-    settings=outcomes.settings,
+    settings=outcomes.settings | {'attacks': health.described(attacks)},
     threats=attacks,
     restarts=1,
     labels=outcomes.labels[:count],

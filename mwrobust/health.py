@@ -7,7 +7,7 @@ weak attacks is looked for. Every check is computed from saved outcomes.
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -16,8 +16,9 @@ from mwrobust.outcomes import Outcomes
 
 POINTS = 0.5  # What a stronger attack may gain before it is worth a warning.
 LOSS_RATIO = 2.0  # What stronger attacks than those of training may add.
-# How threats are changed to attack the first examples otherwise.
+# The ways in which the first examples are attacked again.
 _CHANGES = {
+  'one more start': lambda t: t,
   'margin loss': lambda t: dataclasses.replace(t, loss='margin'),
   # Steps of the same size: twice as many of half the size lead no further.
   'twice the steps': lambda t: dataclasses.replace(
@@ -27,7 +28,7 @@ _CHANGES = {
   # of [0, 1], where it never had to answer, and where it may hide.
   'clip at every step': lambda t: dataclasses.replace(t, clip='step'),
 }
-WAYS = ('one more start', *_CHANGES)  # In which they are attacked again.
+WAYS = tuple(_CHANGES)
 RADII = (0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0)  # Times eps, for a curve.
 CURVE_EXAMPLES = 250  # At most, for a curve.
 
@@ -47,7 +48,7 @@ class Check(NamedTuple):
 
 
 def probes(threats: Sequence[Threat]) -> tuple[Threat, ...]:
-  """The same threats in the other `WAYS`: all but the first."""
+  """The same threats in all of the `WAYS`: first as they are."""
   return tuple(change(t) for change in _CHANGES.values() for t in threats)
 
 
@@ -61,6 +62,11 @@ def wider(threats: Sequence[Threat]) -> tuple[Threat, ...]:
     for scale in RADII
     for threat in threats
   )
+
+
+def described(threats: Sequence[Threat]) -> list[dict[str, Any]]:
+  """Their fields, by which saved outcomes tell what attacked them."""
+  return [dataclasses.asdict(threat) for threat in threats]
 
 
 def curve(
@@ -92,8 +98,8 @@ def checks(
   Args:
     outcomes: the evaluation.
     validation_loss: of the last validation, by threat; None if unknown.
-    probed: what one more start, then `probes`, did to the survivors among its
-      first examples, a row per threat and way; None if that was not done.
+    probed: what `probes` did to the survivors among its first examples; None
+      if that was not done.
     widened: what `wider` did to its first examples, or None.
   """
   found = [

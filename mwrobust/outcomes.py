@@ -38,7 +38,6 @@ class Outcomes:
     eps: their radii, [k].
     steps: the gradient steps of one start, [k].
     restarts: random starts for an example that stands.
-    ids: the examples, int32 [N].
     labels: their classes, int32 [N].
     logits: of the examples as they are, [N, K].
     logits_again: of the first B once more, in the reverse order, [B, K].
@@ -58,7 +57,6 @@ class Outcomes:
   eps: np.ndarray
   steps: np.ndarray
   restarts: int
-  ids: np.ndarray
   labels: np.ndarray
   logits: np.ndarray
   logits_again: np.ndarray
@@ -94,7 +92,6 @@ class Outcomes:
       eps=np.array([threat.eps for threat in threats]),
       steps=np.array([threat.steps for threat in threats]),
       restarts=restarts,
-      ids=np.arange(len(labels), dtype=np.int32),
       labels=labels,
       logits=logits,
       logits_again=logits_again,

@@ -634,7 +634,7 @@ def picture_parts(outcomes: Outcomes) -> list[Part]:
           f'l∞ {np.abs(delta).max():.3f}',
         )
       )
-    rows += [(f'image {outcomes.ids[i]}', attacked), ('difference', difference)]
+    rows += [(f'image {i}', attacked), ('difference', difference)]
   return [
     picture(
       page.paragraph(

@@ -3,7 +3,7 @@
 import json
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import ml_collections
@@ -11,6 +11,7 @@ from etils import epath
 
 from mwrobust import config as config_lib
 from mwrobust import health
+from mwrobust.attacks import Threat
 from mwrobust.errors import UserError
 from mwrobust.outcomes import Outcomes
 
@@ -117,11 +118,10 @@ def load(workdir: str | os.PathLike, settings: str = '') -> Run:
       name: more
       for name, more in found.items()
       if name in evaluations
-      and more.settings == evaluations[name].settings
-      # Else it is from before there were more ways to attack.
-      and len(more.correct) == len(ways) * len(evaluations[name].correct)
+      # Else it is from other parameters, or from before the ways changed.
+      and more.settings == _settings_of_more(evaluations[name], attacks)
     }
-    for found, ways in ((probes, health.WAYS), (widened, health.RADII))
+    for found, attacks in ((probes, health.probes), (widened, health.wider))
   )
   if not evaluations:
     known = sorted({_parse(path)[1][1:] for path in files} - {''})
@@ -149,6 +149,13 @@ def _parse(path: epath.Path) -> tuple[str, str, str]:
     r'(.*?)(-.*?)?(_health|_radii)?', path.stem
   ).groups('')
   return name.replace('_', ' '), settings, kind
+
+
+def _settings_of_more(
+  outcomes: Outcomes, attacks: Callable[[list[Threat]], Sequence[Threat]]
+) -> dict[str, Any]:
+  threats = [Threat(**fields) for fields in outcomes.settings['threats']]
+  return outcomes.settings | {'attacks': health.described(attacks(threats))}
 
 
 def evaluation_command(workdir: str | os.PathLike, settings: str) -> str:

@@ -339,6 +339,19 @@ def test_restarts_keep_the_highest_loss():
   assert (found[5] > found[1] + 1e-3).any()
 
 
+def test_restarts_keep_one_that_fools_before_one_with_a_higher_loss():
+  def logits_fn(images):
+    is_bright = images[:, 0, 0, :1] > 0.5
+    return jnp.where(is_bright, jnp.array([0, 0.2, -9]), jnp.array([0.1, 0, 0]))
+
+  images, labels = jnp.full((6, *SHAPE), 0.5), jnp.zeros(6, jnp.int32)
+  attack = attacks.make_attack(SIX[0], restarts=8)
+  found = logits_fn(run(attack, logits_fn, KEY, images, labels))
+  assert (found.argmax(axis=1) == 1).all()
+  higher = losses.cross_entropy(logits_fn(0.9 * images), labels)
+  assert (losses.cross_entropy(found, labels) < higher).all()
+
+
 def test_memory_does_not_grow_with_restarts():
   def memory(restarts):
     attack = attacks.make_attack(SIX[0], restarts)

@@ -105,8 +105,11 @@ def test_restarts_that_still_help():
 
 def test_the_probes_are_the_same_threats_climbing_otherwise():
   threats = attacks.six_threats(0.1, 0.5, 2.0, phase='eval')
-  ways = np.array(health.probes(threats), object).reshape(3, -1).T
-  for threat, (margin, longer, clipped) in zip(threats, ways, strict=True):
+  ways = np.array(health.probes(threats), object).reshape(4, -1).T
+  for threat, (same, margin, longer, clipped) in zip(
+    threats, ways, strict=True
+  ):
+    assert same == threat
     assert margin == dataclasses.replace(threat, loss='margin')
     size = 2.5 * threat.eps / threat.steps
     assert longer == dataclasses.replace(

@@ -94,7 +94,7 @@ def keep(threats=None, examples=None):
       'stuck',
     ):
       setattr(outcomes, field, getattr(outcomes, field)[rows, :examples])
-    for field in ('ids', 'labels', 'logits'):
+    for field in ('labels', 'logits'):
       setattr(outcomes, field, getattr(outcomes, field)[:examples])
 
   return alter
@@ -256,9 +256,9 @@ def test_what_was_not_checked_is_not_said_to_have_passed(
   assert f'and were not all tried in {run}.' in words
 
 
-def test_probes_from_before_a_way_was_added_are_not_read(tiny_run, monkeypatch):
+def test_probes_from_before_a_way_changed_are_not_read(tiny_run, monkeypatch):
   assert runs.load(tiny_run).probes
-  monkeypatch.setattr(health, 'WAYS', (*health.WAYS, 'another'))
+  monkeypatch.setitem(health._CHANGES, 'margin loss', lambda threat: threat)
   found = runs.load(tiny_run)
   assert not found.probes
   assert found.widened
@@ -570,7 +570,7 @@ def test_the_last_parameters_alone(tiny_run, tmp_path):
     if 'health' in path.name:
       probed = Outcomes.load(path)
       alone = Outcomes.load(path.with_name('h=1.npz'))
-      probed.settings = alone.settings
+      probed.settings |= alone.settings
       probed.save(path.with_name('h=1_health.npz'))
     path.unlink()
   text = assert_whole(run)
