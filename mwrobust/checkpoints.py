@@ -56,7 +56,7 @@ class Checkpoints:
       like: a state of the same shapes.
       say: told of each checkpoint that could not be read.
     """
-    found, unreadable = [], []
+    found, aside = [], []
     for checkpointer in (self._outer, self._interrupted):
       for checkpoint in reversed(checkpointer.checkpoints):
         try:
@@ -67,31 +67,36 @@ class Checkpoints:
           state, reason = None, _reason(error)
         # What one process cannot read, none goes on from.
         if all(sharding.of_all_processes(state is not None)):
-          found.append(state)
+          found.append((checkpointer, checkpoint.path, state))
           break
-        unreadable.append((checkpointer, checkpoint.path))
+        aside.append((checkpointer, checkpoint.path))
         say(f'{checkpoint.path} cannot be read ({reason or "elsewhere"}).')
-    if unreadable and not found:
+    if aside and not found:
       raise UserError(
         f'No checkpoint in {self._workdir} can be read. Choose another '
         '--workdir to start anew.'
       )
     # An outer step that is lost is made again, even if a later state is there:
     # its parameters will be averaged.
-    lost = [int(path.name) for c, path in unreadable if c is self._outer]
-    found = [s for s in found if not lost or int(s.outer_step) < min(lost)]
-    for checkpointer, path in unreadable:
+    lost = [int(path.name) for c, path in aside if c is self._outer]
+    states = []
+    for checkpointer, path, state in found:
+      if lost and int(state.outer_step) >= min(lost):
+        aside.append((checkpointer, path))
+      else:
+        states.append(state)
+    for checkpointer, path in aside:
       name = f'{path.parent.name}-{path.name}-{time.time_ns()}'
-      aside = self._workdir / 'unreadable' / name
-      say(f'Going back to before it; it is now {aside}.')
+      to = self._workdir / 'put_aside' / name
+      say(f'Going back to before {path}; it is now {to}.')
       sharding.wait_for_all('all have read')
       if sharding.is_first_process():
-        aside.parent.mkdir(exist_ok=True)
-        epath.Path(path).rename(aside)
+        to.parent.mkdir(exist_ok=True)
+        epath.Path(path).rename(to)
       sharding.wait_for_all('it is put aside')
       checkpointer.reload()
     return max(
-      found,
+      states,
       key=lambda state: (int(state.step), int(state.outer_step)),
       default=None,
     )

@@ -162,16 +162,19 @@ def apply_variants(
   words: str,
   variants: dict[str, Callable[[ConfigDict], None]],
 ) -> ConfigDict:
-  """Applies `file.py:word,word` variants in their order; refuses unknown ones.
+  """Applies `file.py:word,word` variants; refuses unknown ones.
 
   Args:
     config: changed in place, and returned.
-    words: comma-separated; '' for none.
-    variants: what each word does to the config.
+    words: comma-separated, in any order; '' for none.
+    variants: what each word does to the config, in the order that it is done.
   """
-  for word in filter(None, words.split(',')):
+  words = list(filter(None, words.split(',')))
+  for word in words:
     check_choice('The variant', word, variants)
-    variants[word](config)
+  for word, change in variants.items():
+    if word in words:
+      change(config)
   return config
 
 

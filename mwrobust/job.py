@@ -1,7 +1,6 @@
 """What a config says, as things to call."""
 
 import functools
-import json
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -214,17 +213,10 @@ def refuse_another_run(
     config: what is to be done there.
     free: fields that may differ.
   """
-  path = workdir / 'config.json'
-  try:
-    theirs = json.loads(path.read_text())
-    theirs = config_lib.flatten(theirs)
-  except (FileNotFoundError, NotADirectoryError):
+  if not (workdir / 'config.json').exists():
     return
-  except (OSError, ValueError, AttributeError) as error:
-    raise UserError(
-      f'{path} is no config ({error}): choose another --workdir, or mend it.'
-    ) from error
-  ours = config_lib.flatten(json.loads(config.to_json()))
+  theirs = config_lib.flatten(config_lib.load(workdir))
+  ours = config_lib.flatten(config)
   differing = [
     f'  {field}: {theirs.get(field)!r} there, {ours.get(field)!r} here'
     for field in sorted(ours | theirs)

@@ -22,11 +22,6 @@ def margin(logits: Array, labels: Array) -> Array:
   return jnp.max(others, axis=-1) - _pick(logits, labels)
 
 
-def masked_mean(values: Array, mask: Array) -> Array:
-  """The mean of the values [B] where the mask [B] is true (0 if nowhere)."""
-  return jnp.sum(values, where=mask) / jnp.maximum(jnp.sum(mask), 1)
-
-
 def _pick(values: Array, labels: Array) -> Array:
   return jnp.take_along_axis(values, labels[:, None], axis=-1)[:, 0]
 

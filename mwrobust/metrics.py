@@ -3,7 +3,7 @@
 In the workdir, readable at any moment, even after `kill -9`:
 
   config.json     `write_json`: the resolved config
-  status.json     `write_json`: running, done, diverged or interrupted
+  status.json     `write_json`: running, done, interrupted, diverged or failed
   metrics.jsonl   `Metrics`: one row per log interval and per outer step
   tensorboard/    `Metrics`: the same numbers, `tensorboard --logdir=...`
 
@@ -127,7 +127,8 @@ def _is_in_bucket(path: epath.Path) -> bool:
 class _LogInBucket(io.RawIOBase):
   """A log as an object, which cannot be appended to: it is written anew.
 
-  At most once a minute, so a kill may cost a minute of rows.
+  At most once a minute and when it is flushed or closed, so a kill may cost a
+  minute of what was written since.
   """
 
   _SECONDS_BETWEEN_WRITES = 60.0
@@ -136,21 +137,20 @@ class _LogInBucket(io.RawIOBase):
     self._path = path
     self._data = path.read_bytes() if mode == 'a' and path.exists() else b''
     self._written_at = -math.inf
+    self._is_new = True
 
   def write(self, data: bytes) -> None:
     self._data += data
+    self._is_new = True
     if time.monotonic() - self._written_at > self._SECONDS_BETWEEN_WRITES:
-      self._upload()
+      self.flush()
 
-  def close(self) -> None:
-    if not self.closed:
-      self._upload()
-    super().close()
-
-  def _upload(self) -> None:
-    with _explained(self._path):
-      self._path.write_bytes(self._data)
-    self._written_at = time.monotonic()
+  def flush(self) -> None:
+    if self._is_new:
+      with _explained(self._path):
+        self._path.write_bytes(self._data)
+      self._written_at = time.monotonic()
+      self._is_new = False
 
 
 class _Log(io.FileIO):
@@ -222,6 +222,9 @@ class Metrics:
   def write(self, kind: str, step: int, **values: Any) -> None:
     """Writes one row, which a kill from then on cannot lose.
 
+    In a bucket this holds for rows of kind 'outer', after which a checkpoint is
+    saved, and for what came before them.
+
     In TensorBoard a dict is a group of its own, `validation_loss/dct_l1`, and
     any other number belongs to its kind, `train/loss`. Text stays in the JSONL.
 
@@ -233,6 +236,8 @@ class Metrics:
     step = int(step)
     row = _plain({'kind': kind, 'step': step, **values})
     self._rows.write(json.dumps(row, allow_nan=False).encode() + b'\n')
+    if kind == 'outer':
+      self._rows.flush()
     scalars = [
       {'tag': tag, 'simple_value': number}
       for name, value in values.items()

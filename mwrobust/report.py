@@ -293,7 +293,13 @@ def accuracy_parts(
         figure = theirs.get(row) if comparable else None
         line += beside_the_paper(groups[column], figure, row)
     differences = comparability(evaluated_config(merged[0]))
-    parts += [table(header, cells), text(differences)]
+    parts += [
+      table(header, cells),
+      text(
+        f'{differences} Alike means: within one standard deviation of the '
+        "paper's own runs."
+      ),
+    ]
   return parts
 
 
@@ -367,14 +373,11 @@ def comparability(config: ml_collections.ConfigDict) -> str:
     for field in sorted(ours | theirs)
     if ours.get(field) != theirs.get(field) and not field.startswith(skipped)
   ]
-  meaning = (
-    "Alike means: within one standard deviation of the paper's own runs."
-  )
   if not differing:
-    return f'Network, data and numbers are those of the paper. {meaning}'
+    return 'Network, data and numbers are those of the paper.'
   return (
     f"NOT the paper's setting: {'; '.join(differing)}. The comparison says "
-    f'where this run stands, not which method is better. {meaning}'
+    'where this run stands, not which method is better.'
   )
 
 

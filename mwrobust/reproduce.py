@@ -221,7 +221,10 @@ def describe_plan(planned: Sequence[PlannedRun], restarts: int) -> str:
   seconds = seconds_per_gradient(planned[0].config)
   rows, left = [], 0
   for run in planned:
-    training, evaluation = gradient_evaluations(run.config, restarts)
+    own = run.config.eval.restarts
+    training, evaluation = gradient_evaluations(run.config, own)
+    if restarts != own:
+      evaluation += gradient_evaluations(run.config, restarts)[1]
     status, done = _status(run, restarts)
     remaining = 0
     if status != 'done':

@@ -40,7 +40,10 @@ def dct_basis(size: int) -> np.ndarray:
   """The orthonormal DCT-II matrix [size, size]: row u is the u-th cosine."""
   # Computed once, also when the caller is being traced; and on the host, as
   # there are accelerators without a good FFT.
-  host = jax.local_devices(backend='cpu')[0]
+  try:
+    host = jax.local_devices(backend='cpu')[0]
+  except RuntimeError:  # JAX_PLATFORMS names accelerators only.
+    host = None
   with jax.ensure_compile_time_eval(), jax.default_device(host):
     transform = functools.partial(jax.scipy.fft.dct, norm='ortho')
     columns = jax.vmap(transform)(jnp.eye(size, dtype=jnp.float32))

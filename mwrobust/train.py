@@ -73,8 +73,7 @@ def train_and_evaluate(
       train(job, workdir, checkpoints, stop, say)
       evaluations = evaluate.evaluate(job, workdir, stop.check, say)
     except BaseException as error:
-      diverged = isinstance(error, Diverged)
-      set_status('diverged' if diverged else 'interrupted')
+      set_status(_STATUSES.get(type(error), 'failed'))
       raise
     set_status('done')
   return evaluations
@@ -173,7 +172,7 @@ def shares(job: Job, state: TrainState) -> np.ndarray:
 
 
 def validation_losses(
-  job: Job, state: TrainState, step: int, pause: Callable[[], None]
+  job: Job, state: TrainState, step: int, check_stop: Callable[[], None]
 ) -> jax.Array:
   """The losses L_i on the validation set, with the radii of this step.
 
@@ -181,7 +180,7 @@ def validation_losses(
     job: the run.
     state: whose network to attack.
     step: mini batches done.
-    pause: called between batches; may raise to end it.
+    check_stop: may raise to end it, between batches.
   """
   labels = job.data.validation.labels
   scale = job.radius_scale(max(0, step - 1))
@@ -194,7 +193,7 @@ def validation_losses(
         state.variables, jnp.int32(index), batch, scale
       )
       totals[index] += np.sum(np.asarray(losses, np.float64), where=mask)
-      pause()
+      check_stop()
   losses = totals / len(labels)
   if not np.isfinite(losses).all():
     raise Diverged(
@@ -301,3 +300,10 @@ _WHAT_NOW = (
 
 class Diverged(UserError):  # noqa: N818
   """A loss is not finite."""
+
+
+_STATUSES = {
+  Interrupted: 'interrupted',
+  KeyboardInterrupt: 'interrupted',
+  Diverged: 'diverged',
+}

@@ -4,6 +4,7 @@ import pathlib
 import pytest
 from ml_collections import config_flags  # noqa: F401
 
+from mwrobust import attacks
 from mwrobust import config as config_lib
 from mwrobust.errors import UserError
 
@@ -34,6 +35,17 @@ def load(name, variants=''):
 )
 def test_every_config_is_valid(name, variants):
   config_lib.validate(load(name, variants))
+
+
+def test_the_order_of_variants_does_not_matter():
+  assert load('mnist', 'cnn,released') == load('mnist', 'released,cnn')
+
+
+def test_the_papers_threats_are_those_of_the_library():
+  config = config_lib.preset('paper', 'mnist')
+  for phase in ('train', 'eval'):
+    expected = attacks.six_threats(0.4, 1.0, 5.0, phase=phase)
+    assert config_lib.make_threats(config, phase) == expected
 
 
 def test_the_presets_hold_the_numbers_of_the_paper_and_of_the_code():

@@ -21,10 +21,3 @@ def test_margin_is_above_zero_exactly_for_errors():
     others = np.delete(row, label).max()
     assert found == pytest.approx(others - row[label])
   assert ((margin > 0) == (LOGITS.argmax(-1) != LABELS)).all()
-
-
-def test_masked_mean():
-  values = np.array([1.0, 2.0, np.nan, 4.0], np.float32)
-  mask = np.array([True, False, False, True])
-  assert losses.masked_mean(values, mask) == 2.5
-  assert losses.masked_mean(values, np.zeros(4, bool)) == 0

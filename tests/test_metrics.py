@@ -486,6 +486,17 @@ def bucket():
   return 'gs://bucket/run'
 
 
+def test_an_outer_step_is_in_the_bucket_before_its_checkpoint(bucket):
+  workdir = epath.Path(f'{bucket}/another')
+  rows = workdir / 'metrics.jsonl'
+  with metrics.Metrics(workdir, resume_step=None) as log:
+    log.write('train', 1, loss=1.0)
+    log.write('train', 2, loss=0.5)  # Not a minute later: waits.
+    assert len(rows.read_text().splitlines()) == 1
+    log.write('outer', 2, loss=0.5)
+    assert len(rows.read_text().splitlines()) == 3
+
+
 def test_a_run_in_a_bucket_is_written_and_gone_on_with(bucket):
   metrics.write_json(f'{bucket}/config.json', {'seed': 3})
   metrics.write_json(f'{bucket}/config.json', {'seed': 4})

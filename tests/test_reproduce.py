@@ -296,7 +296,7 @@ def test_the_cost_of_the_paper():
     + 20 * 6_000 * steps
   )
   eval_steps = 4 * 40 + 2 * 100
-  more = 5 * 500 + 5 * 250  # Of the probes, and of the radii.
+  more = 5 * 500 + 7 * 250  # Of the probes, and of the radii.
   assert evaluation == eval_steps * (5 * 20 * 10_000 + more)
   paper_mnist.train.h = 1
   paper_mnist.eval.health_examples = 0
@@ -505,8 +505,8 @@ def test_a_dry_run_lists_and_writes_nothing(little, tmp_path):
     assert cells['status'] == 'new'
     # The average, the last, and here only an ensemble of two.
     networks = 4 if 'multiplicative' in name else 2
-    # 5 for the probes, 5 for the radii.
-    evaluation = steps * (20 * 30 * networks + 5 * 10 + 5 * 10)
+    # With one start, then with 20; 5 for the probes, 7 for the radii.
+    evaluation = steps * ((1 + 20) * 30 * networks + 2 * (5 * 10 + 7 * 10))
     more = 30 * steps if 'greedy' in name else 0
     assert cells['training'] == f'{training + more:,}'
     assert cells['evaluation'] == f'{evaluation:,}'

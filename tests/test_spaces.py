@@ -49,6 +49,18 @@ def test_a_basis_made_while_tracing_is_the_same():
   assert (spaces.dct_basis(7) == expected).all()
 
 
+def test_a_basis_where_jax_has_no_cpu(monkeypatch):
+  """As with JAX_PLATFORMS=cuda."""
+  expected = spaces.dct_basis(7)
+  spaces.dct_basis.cache_clear()
+
+  def no_cpu(backend):
+    raise RuntimeError(f'Unknown backend {backend}')
+
+  monkeypatch.setattr(jax, 'local_devices', no_cpu)
+  assert (spaces.dct_basis(7) == expected).all()
+
+
 def test_unknown_space():
   with pytest.raises(ValueError, match=r"space='wavelet'.*\['dct', 'pixel'\]"):
     spaces.get('wavelet')
