@@ -221,14 +221,15 @@ def describe_plan(planned: Sequence[PlannedRun], restarts: int) -> str:
   seconds = seconds_per_gradient(planned[0].config)
   rows, left = [], 0
   for run in planned:
-    own = run.config.eval.restarts
-    training, evaluation = gradient_evaluations(run.config, own)
-    if restarts != own:
-      evaluation += gradient_evaluations(run.config, restarts)[1]
-    status, done = _status(run, restarts)
-    remaining = 0
-    if status != 'done':
-      remaining = max(0, training - done) + evaluation
+    # A run is evaluated with the starts of its own config, too.
+    evaluation = remaining = 0
+    for starts in dict.fromkeys([run.config.eval.restarts, restarts]):
+      training, gradients = gradient_evaluations(run.config, starts)
+      status, done = _status(run, starts)
+      evaluation += gradients
+      remaining += gradients if status != 'done' else 0
+    if remaining:
+      remaining += max(0, training - done)
     left += remaining
     rows.append(
       [
