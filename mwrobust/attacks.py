@@ -76,9 +76,9 @@ class Threat:
     clip: to [0, 1], once at the `'end'` (the paper's rule: the clip may lead
       out of the ball), or after each `'step'`, the perturbation then being
       re-expressed (usual pixel PGD; pixels at an edge take no part in a step
-      over it). `'strict'` ends in the ball and in [0, 1]
-      at once, by alternating projections after each step; for spaces that are
-      orthonormal maps.
+      over it). `'strict'` ends in the ball and in [0, 1] at once, by
+      alternating projections after each step; for spaces that are orthonormal
+      maps.
     loss: what the steps climb: `'ce'` or `'margin'`.
   """
 

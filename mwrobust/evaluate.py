@@ -239,7 +239,7 @@ def _begin(
     'seed': job.config.seed,
     'outer_steps': network.outer_steps,
     'members': len(network.members),
-    'threats': health.described(threats),
+    'threats': list(map(dataclasses.asdict, threats)),
   }
   return Outcomes.begin(
     settings=json.loads(json.dumps(settings)),
@@ -295,7 +295,7 @@ def _begin_more(
   """Further attacks on the first examples, those that stand so far."""
   count = correct.shape[1]
   return Outcomes.begin(
-    settings=outcomes.settings | {'attacks': health.described(attacks)},
+    settings=health.settings(outcomes, attacks),
     threats=attacks,
     restarts=1,
     labels=outcomes.labels[:count],

@@ -64,9 +64,15 @@ def wider(threats: Sequence[Threat]) -> tuple[Threat, ...]:
   )
 
 
-def described(threats: Sequence[Threat]) -> list[dict[str, Any]]:
-  """Their fields, by which saved outcomes tell what attacked them."""
-  return [dataclasses.asdict(threat) for threat in threats]
+def settings(outcomes: Outcomes, attacks: Sequence[Threat]) -> dict[str, Any]:
+  """By which saved outcomes of further attacks tell what attacked whom.
+
+  Args:
+    outcomes: the evaluation whose first examples were attacked again.
+    attacks: `probes` or `wider`.
+  """
+  fields = [dataclasses.asdict(attack) for attack in attacks]
+  return outcomes.settings | {'attacks': fields}
 
 
 def curve(

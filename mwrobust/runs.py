@@ -3,7 +3,7 @@
 import json
 import os
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import ml_collections
@@ -119,7 +119,10 @@ def load(workdir: str | os.PathLike, settings: str = '') -> Run:
       for name, more in found.items()
       if name in evaluations
       # Else it is from other parameters, or from before the ways changed.
-      and more.settings == _settings_of_more(evaluations[name], attacks)
+      and more.settings
+      == health.settings(
+        evaluations[name], attacks(_threats(evaluations[name]))
+      )
     }
     for found, attacks in ((probes, health.probes), (widened, health.wider))
   )
@@ -151,11 +154,8 @@ def _parse(path: epath.Path) -> tuple[str, str, str]:
   return name.replace('_', ' '), settings, kind
 
 
-def _settings_of_more(
-  outcomes: Outcomes, attacks: Callable[[list[Threat]], Sequence[Threat]]
-) -> dict[str, Any]:
-  threats = [Threat(**fields) for fields in outcomes.settings['threats']]
-  return outcomes.settings | {'attacks': health.described(attacks(threats))}
+def _threats(outcomes: Outcomes) -> list[Threat]:
+  return [Threat(**fields) for fields in outcomes.settings['threats']]
 
 
 def evaluation_command(workdir: str | os.PathLike, settings: str) -> str:
