@@ -39,6 +39,11 @@ class Options(vm.Options):
         'Give either --machine_type, for one machine of Google, or '
         '--accelerators and --num_nodes, for SkyPilot.'
       )
+    if many and self.zone:
+      raise UserError(
+        f'--zone={self.zone} is for --machine_type. SkyPilot looks for '
+        '--accelerators everywhere: leave it out.'
+      )
 
 
 def build(options: Options) -> vm.Plan:

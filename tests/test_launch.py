@@ -192,6 +192,7 @@ def test_recipe(command, expected, fakes):
       'gpu --name=x --zone=z --workdir=gs://b --machine_type=m --num_nodes=2',
       '--accelerators',
     ),
+    ('gpu --name=x --zone=z --workdir=gs://b --accelerators=L4:1', '--zone=z'),
     ('gpu --name=x --delete --accelerators=L4:1', 'sky down x'),
   ],
 )
