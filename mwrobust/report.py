@@ -196,7 +196,7 @@ def merged_sections(merged: Sequence[Run]) -> list[Section]:
     (
       'Accuracy',
       [
-        text(describe(merged[0].config, seeds=False)),
+        text(describe(merged[0].config, shared=True)),
         seeds_part(merged),
         *accuracy_parts(merged),
       ],
@@ -218,14 +218,14 @@ def seeds_part(merged: Sequence[Run]) -> Part:
   return text(f'Runs: {which}.')
 
 
-def describe(config: ml_collections.ConfigDict, seeds: bool = True) -> str:
-  """What a run is, in a few lines."""
+def describe(config: ml_collections.ConfigDict, shared: bool = False) -> str:
+  """What a run is, in a few lines; or only what the runs of a table share."""
   threats, train = config.threats, config.train
   radii = ', '.join(f'{n} {threats[f"eps_{n}"]:.4g}' for n in threats.norms)
-  seed = f', policy {config.policy.name}, seed {config.seed}' if seeds else ''
+  own = '' if shared else f', policy {config.policy.name}, seed {config.seed}'
   return (
     f'Data {config.data.name}, network {config.model.name}, preset '
-    f'{config.preset}{seed}.\n'
+    f'{config.preset}{own}.\n'
     f'Threats in {" and ".join(threats.spaces)}, with radii {radii}.\n'
     f'T = {train.T} outer steps of r = {train.r:g} epochs, batches of '
     f'{train.batch_size}, h = {train.h}.'

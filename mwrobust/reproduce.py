@@ -433,7 +433,7 @@ def write(
   runs.check_mergeable(found)
   table = TABLES[name]
   make_section = time_section if table.rows == ('time',) else accuracy_section
-  setting = report.describe(found[0].config, seeds=False)
+  setting = report.describe(found[0].config, shared=True)
   sections = [
     ('Setting', [report.text(setting), report.seeds_part(found)]),
     make_section(table, found),
