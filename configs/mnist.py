@@ -36,7 +36,7 @@ def _released(config):
 def _cnn(config):
   config_lib.use_cnn(config)
   config.model.options.features = (16, 32)
-  config.policy.eta = 0.5
+  config.policy.eta = 0.25
   config.train.r = 0.6
   config.train.ramp = 0.6
   config.train.validation_examples = 500
