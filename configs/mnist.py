@@ -15,10 +15,10 @@ def get_config(variants: str = ''):
   """Variants, joined by commas: `released`, `cnn`, `runlocal`.
 
   released: the preset of the authors' code, instead of `paper`.
-  cnn: a network and a schedule for CPUs, 13 minutes of training on one core.
-    With seeds 0 to 2 it ended at natural 93.0 ± 1.3, min 44.7 ± 10.6 (dct_linf)
-    and union 41.0 ± 8.8 (h = 3 average, the first 2,000 test images, one start;
-    jax 0.10.2, AMD EPYC): see results/README.md.
+  cnn: a network and a schedule for CPUs, 15 minutes of training on one core
+    beside another run. With seeds 0 to 2 it ended at natural 96.3 ± 0.3, min
+    59.6 ± 4.0 (dct_linf) and union 56.5 ± 3.5 (h = 3 average, all test images,
+    one start; jax 0.10.2, AMD EPYC): see results/README.md.
   runlocal: a look at the whole job in about a minute on two CPU cores.
   """
   config = config_lib.preset('paper', 'mnist')

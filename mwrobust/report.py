@@ -260,9 +260,11 @@ def accuracy_parts(
   rows = rows or (*outcomes.threats, 'min', 'union', 'natural')
   names = column_names(groups)
   steps = sorted({int(n) for n in outcomes.steps})
+  count = len(outcomes.labels)
+  _, _, whole = datasets.SIZES[merged[0].config.data.name]
   parts = [
     text(
-      f'On the first {len(outcomes.labels)} test images, '
+      f'On {"all" if count == whole else "the first"} {count:,} test images, '
       f'{"one start" if starts == 1 else f"{starts} starts"}, '
       f'{" and ".join(map(str, steps))} steps. '
       + 'Min is the lowest of the rows above it; union counts the images that '
