@@ -3,7 +3,8 @@
   python -m mwrobust.reproduce --table=mnist --seeds=0,1,2 --dry_run
   python -m mwrobust.reproduce --table=mnist --seeds=0,1,2 \
     --config=configs/mnist.py:cnn --config.data.dir=DIR
-  python -m mwrobust.reproduce --table=restarts --config=configs/quickstart.py
+  python -m mwrobust.reproduce --table=restarts --config=configs/quickstart.py \
+    --methods=multiplicative_weights,round_robin
 
 Runs go to `runs/reproduce/<config>/<method>-seed<n>` and serve every table that
 needs them. Killed, the same command goes on.
@@ -37,7 +38,7 @@ from mwrobust import (
   train,
 )
 from mwrobust import config as config_lib
-from mwrobust.errors import UserError
+from mwrobust.errors import UserError, check_choice
 from mwrobust.job import refuse_another_run, steps_per_outer_step
 from mwrobust.metrics import format_duration
 
@@ -104,7 +105,7 @@ def plan(
     seeds: of the runs.
     folder: of their workdirs.
   """
-  if table is TABLES['convexity'] and runs.window(config) == 1:
+  if table == TABLES['convexity'] and runs.window(config) == 1:
     raise UserError('This table is about averages: it needs train.h > 1.')
   planned = []
   for method, others in table.methods.items():
@@ -386,6 +387,9 @@ def define_flags() -> None:
   flags.DEFINE_list(
     'seeds', ['0'], 'Of the runs of each method: 0,1,2. Some need the first.'
   )
+  flags.DEFINE_list(
+    'methods', [], 'Only these of its methods: multiplicative_weights,...'
+  )
   flags.DEFINE_string(
     'workdir', 'runs/reproduce', 'Folder of the runs and the tables.'
   )
@@ -405,7 +409,8 @@ def main(argv: list[str]) -> None:
   """Plans, runs what is missing, writes the table."""
   command_line.no_arguments(argv)
   given = flags.FLAGS
-  table, seeds = TABLES[given.table], parse_seeds(given.seeds)
+  table = restrict(TABLES[given.table], given.methods)
+  seeds = parse_seeds(given.seeds)
   folder = epath.Path(given.workdir) / command_line.config_name()
   if sharding.among_slurm_tasks():
     raise UserError('Run this once, not in each task: srun --ntasks=1.')
@@ -415,11 +420,12 @@ def main(argv: list[str]) -> None:
   if not given.dry_run:
     found = run_missing(planned, table.restarts, say)
     output = epath.Path(given.output or folder / given.table)
-    write(given.table, found, output, say)
+    write(given.table, table, found, output, say)
 
 
 def write(
   name: str,
+  table: TablePlan,
   found: Sequence[runs.Run],
   output: epath.Path,
   say: Callable[[str], None],
@@ -428,12 +434,12 @@ def write(
 
   Args:
     name: of the table.
+    table: what it shows.
     found: its runs.
     output: where it goes, without the suffix.
     say: told the table.
   """
   runs.check_mergeable(found)
-  table = TABLES[name]
   make_section = time_section if table.rows == ('time',) else accuracy_section
   setting = report.describe(found[0].config, shared=True)
   sections = [
@@ -448,6 +454,20 @@ def write(
   path = output.with_name(f'{output.name}.json')
   metrics.write_json(path, as_json(found))
   say(str(path))
+
+
+def restrict(table: TablePlan, methods: Sequence[str]) -> TablePlan:
+  """The table with these of its methods only; all of them if none is named."""
+  if not methods:
+    return table
+  for method in methods:
+    check_choice('--methods', method, table.methods)
+  shown = {
+    method: others
+    for method, others in table.methods.items()
+    if method in methods
+  }
+  return table._replace(methods=shown)
 
 
 def parse_seeds(words: Sequence[str]) -> list[int]:

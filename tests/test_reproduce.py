@@ -106,6 +106,17 @@ def test_a_seed_counts_once(tmp_path):
     reproduce.plan(reproduce.TABLES['mnist'], tiny(), [2**32], tmp_path)
 
 
+def test_a_table_of_some_methods_keeps_their_order(tmp_path):
+  table = reproduce.TABLES['mnist']
+  some = reproduce.restrict(table, ['single dct_linf', 'greedy'])
+  planned = reproduce.plan(some, tiny(), [0, 1], tmp_path)
+  assert [(run.method, run.config.seed) for run in planned] == [
+    *(('greedy', 0), ('greedy', 1)),
+    ('single dct_linf', 0),
+  ]
+  assert reproduce.restrict(table, []) == table
+
+
 def test_a_threat_that_is_not_there_is_told_before_anything_runs(tmp_path):
   pixels = tiny(**{'threats.spaces': ('pixel',)})
   with pytest.raises(UserError, match=r"policy.threat = 'dct_linf'"):
@@ -451,6 +462,7 @@ def run_reproduce(*words, cwd=ROOT):
   [
     ([], '--table'),
     (['--table=mnist', '--seeds=0,x'], '--seeds=0,x must be numbers'),
+    (['--table=mnist', '--methods=gredy'], "Did you mean 'greedy'?"),
   ],
 )
 def test_what_cannot_be_made_is_told(words, message):
