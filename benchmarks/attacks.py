@@ -22,7 +22,7 @@ from absl import app, flags
 from benchmarks import timing
 from benchmarks.networks import load
 from mwrobust import attacks, losses, spaces
-from mwrobust.report import markdown_table
+from mwrobust.document import markdown_table
 
 _PEERS = flags.DEFINE_bool('peers', False, 'Also time the peers.')
 _NETWORKS = flags.DEFINE_list(

@@ -25,8 +25,8 @@ from benchmarks import networks, timing
 from benchmarks.training import make_job
 from mwrobust import attacks, datasets, losses, norms, spaces, steps, train
 from mwrobust import config as config_lib
+from mwrobust.document import markdown_table
 from mwrobust.job import make_batch
-from mwrobust.report import markdown_table
 
 _REPEATS = flags.DEFINE_integer('repeats', 5, 'Repeats; the best counts.')
 _DEVICES = flags.DEFINE_integer(

@@ -18,8 +18,8 @@ from absl import app, flags, logging
 from benchmarks import timing
 from mwrobust import attacks, losses, train
 from mwrobust import config as config_lib
+from mwrobust.document import markdown_table
 from mwrobust.job import Job, prepare
-from mwrobust.report import markdown_table
 
 _OUTER_STEPS = flags.DEFINE_integer('outer_steps', 4, 'Of each policy.')
 

@@ -24,9 +24,11 @@ from absl import flags
 from etils import epath
 
 from mwrobust import (
+  accuracies,
   attacks,
   command_line,
   datasets,
+  document,
   evaluate,
   health,
   metrics,
@@ -245,7 +247,7 @@ def describe_plan(planned: Sequence[PlannedRun], restarts: int) -> str:
     )
   header = ['run', 'status', 'training', 'evaluation', 'hours left']
   return (
-    report.markdown_table(header, rows)
+    document.markdown_table(header, rows)
     + '\n\nIn gradient evaluations, one image once forward and back; '
     f'{1 / seconds:,.0f} of them a second in a probe on one device, '
     f'{jax.devices()[0].device_kind}.\n'
@@ -308,7 +310,7 @@ def run_missing(
 
 def accuracy_section(
   table: TablePlan, found: Sequence[runs.Run]
-) -> report.Section:
+) -> document.Section:
   """The table of accuracies, and the paper's."""
   config, output = found[0].config, found[0].output
   columns = [
@@ -318,12 +320,14 @@ def accuracy_section(
       [*(runs.network_name(kind, config) for kind in others), output]
     )
   ]
-  return 'Accuracy', report.accuracy_parts(found, columns, table.rows)
+  return 'Accuracy', accuracies.accuracy_parts(found, columns, table.rows)
 
 
-def time_section(table: TablePlan, found: Sequence[runs.Run]) -> report.Section:
+def time_section(
+  table: TablePlan, found: Sequence[runs.Run]
+) -> document.Section:
   """Hours of training by method, over those of the first, and the paper's."""
-  theirs = paper.HOURS[report.paper_data(found[0].config)]
+  theirs = paper.HOURS[accuracies.paper_data(found[0].config)]
   hours = {
     method: statistics.mean(
       run.outer[-1]['seconds'] / 3600 for run in found if run.method == method
@@ -333,7 +337,7 @@ def time_section(table: TablePlan, found: Sequence[runs.Run]) -> report.Section:
   first = next(iter(table.methods))
   rows = [
     [
-      report.method_title(method),
+      accuracies.method_title(method),
       f'{hours[method]:.3f}',
       f'{hours[method] / hours[first]:.2f}',
       f'{theirs[method]:.2f}',
@@ -341,11 +345,11 @@ def time_section(table: TablePlan, found: Sequence[runs.Run]) -> report.Section:
     ]
     for method in table.methods
   ]
-  over = f'over {report.method_title(first).lower()}'
+  over = f'over {accuracies.method_title(first).lower()}'
   header = ['training', 'hours', over, 'paper, hours', f'paper, {over}']
   return 'Training time', [
-    report.table(header, rows),
-    report.text(report.comparability(found[0].config)),
+    document.table(header, rows),
+    document.text(accuracies.comparability(found[0].config)),
   ]
 
 
@@ -443,14 +447,14 @@ def write(
   make_section = time_section if table.rows == ('time',) else accuracy_section
   setting = report.describe(found[0].config, shared=True)
   sections = [
-    ('Setting', [report.text(setting), report.seeds_part(found)]),
+    ('Setting', [document.text(setting), report.seeds_part(found)]),
     make_section(table, found),
     ('Were the attacks strong enough?', [report.health_part(found)]),
     ('Cost', [report.cost_table(found)]),
   ]
-  say('\n' + report.to_markdown(sections))
+  say('\n' + document.to_markdown(sections))
   title = f"The paper's table {name}, on {found[0].config.data.name}"
-  report.write_files(output, title, sections, say)
+  document.write_files(output, title, sections, say)
   path = output.with_name(f'{output.name}.json')
   metrics.write_json(path, as_json(found))
   say(str(path))
