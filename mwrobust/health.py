@@ -93,6 +93,34 @@ def curve(
   }
 
 
+def unions(outcomes: Outcomes, probed: Outcomes) -> dict[str, float]:
+  """How many of the probed examples stand up to every threat, in percent.
+
+  As they were evaluated; when each of the `WAYS` is tried, too; and when all of
+  them are.
+
+  Args:
+    outcomes: the evaluation.
+    probed: what `probes` did to the survivors among its first examples.
+  """
+  before, after = _before_and_after(outcomes, probed)
+  stands = {'as evaluated': before} | after
+  stands['all of these'] = np.logical_and.reduce(list(after.values()))
+  return {
+    name: 100 * float(correct.all(axis=0).mean())
+    for name, correct in stands.items()
+  }
+
+
+def _before_and_after(
+  outcomes: Outcomes, probed: Outcomes
+) -> tuple[np.ndarray, dict[str, np.ndarray]]:
+  """Whether the probed examples stood, by threat; and, by way, still do."""
+  k, count = len(outcomes.threats), len(probed.labels)
+  after = probed.correct.reshape(len(WAYS), k, count)
+  return outcomes.correct[:, :count], dict(zip(WAYS, after, strict=True))
+
+
 def checks(
   outcomes: Outcomes,
   validation_loss: Mapping[str, float] | None,
@@ -119,10 +147,8 @@ def checks(
   if outcomes.restarts > 1:
     found.append(_restarts(outcomes))
   if probed is not None:
-    k, count = len(outcomes.threats), len(probed.labels)
-    before = outcomes.correct[:, :count]
-    after = probed.correct.reshape(len(WAYS), k, count)
-    for name, correct in zip(WAYS, after, strict=True):
+    before, after = _before_and_after(outcomes, probed)
+    for name, correct in after.items():
       found.append(_gain(name, outcomes.threats, before, correct))
   if widened is not None:
     found.append(_falls_to_zero(curve(outcomes, widened), len(widened.labels)))

@@ -75,7 +75,7 @@ def run_sections(run: Run) -> list[Section]:
     )
   sections = [
     ('Accuracy', [*notes, *accuracy_parts([run])]),
-    ('Were the attacks strong enough?', [health_part([run])]),
+    ('Were the attacks strong enough?', health_parts([run])),
     ('Training', training_parts(run)),
     ('Cost', [cost_table([run])]),
   ]
@@ -110,7 +110,7 @@ def merged_sections(merged: Sequence[Run]) -> list[Section]:
         *accuracy_parts(merged),
       ],
     ),
-    ('Were the attacks strong enough?', [health_part(merged)]),
+    ('Were the attacks strong enough?', health_parts(merged)),
     ('Cost', [cost_table(merged)]),
   ]
 
@@ -144,7 +144,12 @@ def describe(config: ml_collections.ConfigDict, shared: bool = False) -> str:
 # ----------------------------------------------------------------- other parts
 
 
-def health_part(merged: Sequence[Run]) -> Part:
+def health_parts(merged: Sequence[Run]) -> list[Part]:
+  """What the checks found, and what is left of the union after all of them."""
+  return [_checks_part(merged), *_unions_parts(merged)]
+
+
+def _checks_part(merged: Sequence[Run]) -> Part:
   """One run: what failed, and of its output what passed. Several: what failed.
 
   Of several runs, what they return is looked at; the seeds of a method share a
@@ -190,6 +195,33 @@ def health_part(merged: Sequence[Run]) -> Part:
     page.table(['check', '', 'finding'], rows, f'{note}.', marks),
     '\n'.join([*lines, '', f'{note}.']),
   )
+
+
+def _unions_parts(merged: Sequence[Run]) -> list[Part]:
+  """By run, what each further attack leaves of the union; if any was tried."""
+  rows, header = [], []
+  for run in merged:
+    if run.output in run.probes:
+      outcomes, probed = run.evaluations[run.output], run.probes[run.output]
+      unions = health.unions(outcomes, probed)
+      header = list(unions)
+      rows.append(
+        [
+          f'{method_title(run.method)}, seed {run.config.seed}',
+          f'{len(probed.labels):,}',
+          *(f'{union:.1f}' for union in unions.values()),
+        ]
+      )
+  if not rows:
+    return []
+  return [
+    table(
+      ['union, %', 'images', *header],
+      rows,
+      'The first test images: how many stand up to every threat as they were '
+      'evaluated, with each of these attacks besides, and with all of them.',
+    )
+  ]
 
 
 def norm_table(outcomes: Outcomes) -> Part:

@@ -373,6 +373,11 @@ def as_json(found: Sequence[runs.Run]) -> dict[str, Any]:
           | {'images': len(outcomes.labels), 'starts': outcomes.restarts}
           for network, outcomes in run.evaluations.items()
         },
+        'unions': {
+          network: health.unions(run.evaluations[network], probed)
+          | {'images': len(probed.labels)}
+          for network, probed in run.probes.items()
+        },
       }
       for run in found
     ],
@@ -449,7 +454,7 @@ def write(
   sections = [
     ('Setting', [document.text(setting), report.seeds_part(found)]),
     make_section(table, found),
-    ('Were the attacks strong enough?', [report.health_part(found)]),
+    ('Were the attacks strong enough?', report.health_parts(found)),
     ('Cost', [report.cost_table(found)]),
   ]
   say('\n' + document.to_markdown(sections))

@@ -92,6 +92,25 @@ def test_a_stronger_attack(way, name):
   assert 'union by 2.5' in checks[name].finding
 
 
+def test_the_unions_after_each_way_and_after_all():
+  outcomes = filled()
+  first, second, *_ = np.flatnonzero(outcomes.union)
+  probed = probe(outcomes, [(1, 0, first), (3, 5, first), (3, 2, second)])
+  whole, one = 100 * outcomes.union.mean(), 100 / N
+  assert health.unions(outcomes, probed) == {
+    'as evaluated': pytest.approx(whole),
+    'one more start': pytest.approx(whole),
+    'margin loss': pytest.approx(whole - one),
+    'twice the steps': pytest.approx(whole),
+    'clip at every step': pytest.approx(whole - 2 * one),
+    'all of these': pytest.approx(whole - 2 * one),
+  }
+  # The ways are the stronger for not finding the same.
+  probed = probe(outcomes, [(1, 0, first), (3, 2, second)])
+  together = health.unions(outcomes, probed)['all of these']
+  assert together == pytest.approx(whole - 2 * one)
+
+
 def test_restarts_that_still_help():
   outcomes = begin(restarts=4)
   outcomes.starts[:] = 4

@@ -263,9 +263,21 @@ def test_probes_from_before_a_way_changed_are_not_read(tiny_run, monkeypatch):
   assert found.widened
 
 
+def test_the_unions_are_those_of_the_outcomes(reported):
+  run, markdown, _ = reported
+  unions, _ = tables_of(section(markdown, 'Were the attacks strong enough?'))
+  ((_, shown),) = unions.items()
+  with np.load(run / 'eval' / 'h=2_average_health.npz') as arrays:
+    stands = arrays['correct'].reshape(len(health.WAYS), len(SIX), -1)
+  assert shown['images'] == str(stands.shape[-1])
+  for name, correct in zip(health.WAYS, stands, strict=True):
+    assert shown[name] == f'{100 * correct.all(0).mean():.1f}'
+  assert shown['all of these'] == f'{100 * stands.all((0, 1)).mean():.1f}'
+
+
 def test_the_curve_is_that_of_the_outcomes(reported):
   run, markdown, _ = reported
-  (curve,) = tables_of(section(markdown, 'Were the attacks strong enough?'))
+  _, curve = tables_of(section(markdown, 'Were the attacks strong enough?'))
   with np.load(run / 'eval' / 'h=2_average_radii.npz') as arrays:
     accuracies = 100 * arrays['correct'].mean(axis=1).reshape(-1, len(SIX))
   for i, name in enumerate(SIX):

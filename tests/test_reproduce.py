@@ -581,6 +581,8 @@ def test_a_made_table_is_written_thrice(made):
       for row, cells in ours.items():
         value = cells[f'{title} {network}'].partition(' ')[0]
         assert value == f'{accuracies[row]:.2f}'
+    unions = run['unions'][output]
+    assert unions['as evaluated'] >= unions['all of these']
     if run['method'] in POLICIES:
       cell = beside['union'][f'{title} h=1 (paper)']
       theirs = paper.ACCURACIES['mnist', 1][run['method'], 'h=1']['union']
