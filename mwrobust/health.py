@@ -80,12 +80,15 @@ def curve(
 ) -> dict[str, list[tuple[float, float]]]:
   """By threat: the radius over eps, and the accuracy there in percent.
 
+  A ball holds all smaller ones: who fell there has fallen.
+
   Args:
     outcomes: the evaluation.
     widened: what `wider` did to its first examples.
   """
   k, count = len(outcomes.threats), len(widened.labels)
-  rows = zip(RADII, widened.correct.reshape(-1, k, count), strict=True)
+  correct = widened.correct.reshape(-1, k, count)
+  rows = zip(RADII, np.logical_and.accumulate(correct), strict=True)
   stands = {0.0: np.tile(outcomes.natural[:count], (k, 1))} | dict(rows)
   return {
     name: [(scale, 100 * stood[i].mean()) for scale, stood in stands.items()]

@@ -279,7 +279,9 @@ def test_the_curve_is_that_of_the_outcomes(reported):
   run, markdown, _ = reported
   _, curve = tables_of(section(markdown, 'Were the attacks strong enough?'))
   with np.load(run / 'eval' / 'h=2_average_radii.npz') as arrays:
-    accuracies = 100 * arrays['correct'].mean(axis=1).reshape(-1, len(SIX))
+    correct = arrays['correct'].reshape(len(health.RADII), len(SIX), -1)
+  stands = np.minimum.accumulate(correct)  # In a smaller ball, too.
+  accuracies = 100 * stands.mean(axis=2)
   for i, name in enumerate(SIX):
     shown = [curve[name][f'{scale:g} eps'] for scale in health.RADII]
     assert shown == [f'{accuracy:.1f}' for accuracy in accuracies[:, i]]
