@@ -19,7 +19,7 @@ def get_config(variants: str = ''):
     cores. With seeds 0 to 2 it ended at natural 95.3 ± 0.2, min 71.9 ± 5.0 and
     union 65.0 ± 5.7 (h = 3 average, all test images, one start; jax 0.10.2, AMD
     EPYC). Stronger attacks take much of that: see results/README.md.
-  runlocal: a look at the whole job in about a minute on two CPU cores.
+  runlocal: a look at the whole job in some minutes on two CPU cores.
   """
   config = config_lib.preset('paper', 'mnist')
   return config_lib.apply_variants(
