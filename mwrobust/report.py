@@ -127,6 +127,10 @@ def seeds_part(merged: Sequence[Run]) -> Part:
   return text(f'Runs: {which}.')
 
 
+def _run_title(run: Run) -> str:
+  return f'{method_title(run.method)}, seed {run.config.seed}'
+
+
 def describe(config: ml_collections.ConfigDict, shared: bool = False) -> str:
   """What a run is, in a few lines; or only what the runs of a table share."""
   threats, train = config.threats, config.train
@@ -207,7 +211,7 @@ def _unions_parts(merged: Sequence[Run]) -> list[Part]:
       header = list(unions)
       rows.append(
         [
-          f'{method_title(run.method)}, seed {run.config.seed}',
+          _run_title(run),
           f'{len(probed.labels):,}',
           *(f'{union:.1f}' for union in unions.values()),
         ]
@@ -374,7 +378,7 @@ def cost_table(merged: Sequence[Run]) -> Part:
     )
     rows.append(
       [
-        f'{method_title(run.method)}, seed {run.config.seed}',
+        _run_title(run),
         f'{last.get("gradient_evaluations", 0):,}',
         format_duration(last.get('seconds', 0)),
         f'{sum(spent):,}',
