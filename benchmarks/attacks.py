@@ -2,26 +2,30 @@
 
   python -m benchmarks.attacks [--peers] [--networks=cnn,resnet_v1_50]
 
-Prints, for the MNIST CNN at batch 100 and the 6n+2 ResNet-50 at batch 32, one
-table measured in one run: the time of one jitted input gradient at the top
-level of a program, of each of the six attacks (the paper's training steps) and
-of the switch at each index; the ratio attack / (steps x gradient), which is 1
-if all but the gradients is free; and the time to compile. With --peers also
-Foolbox on JAX and, where torch is installed, Foolbox on torch and torchattacks,
-on the same network with the same steps.
+Prints, for the MNIST CNN at batch 100 and the 6n+2 ResNet-50 at batch 32, two
+tables measured in one run: the six attacks of the paper's training, each alone
+and in a switch at its index; and APGD, FAB and Square for the same threats. The
+ratio is the time of an attack over that of the forward passes and input
+gradients that it takes, each of them jitted at the top level of a program: it
+is 1 if all else is free. Then the time to compile. With --peers also Foolbox on
+JAX and, where torch is installed, Foolbox on torch and torchattacks, on the
+same network with the same steps.
 """
 
+import dataclasses
 import functools
 import platform
 import time
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
 from absl import app, flags
 
 from benchmarks import timing
-from benchmarks.networks import load
-from mwrobust import attacks, losses, spaces
+from benchmarks.networks import Loaded, load
+from mwrobust import attacks
+from mwrobust.attacks import losses, spaces
 from mwrobust.document import markdown_table
 
 _PEERS = flags.DEFINE_bool('peers', False, 'Also time the peers.')
@@ -30,106 +34,184 @@ _NETWORKS = flags.DEFINE_list(
 )
 _REPEATS = flags.DEFINE_integer('repeats', 10, 'Repeats; the best counts.')
 
+STRONGER = {
+  'apgd': attacks.apgd(20),
+  'fab': attacks.fab(20, targets=1),
+  'square': attacks.square(100),
+}
+TINY = 1e-3  # Of eps: it fools nothing, so that no attack stops early.
+
+Pair = tuple[attacks.Threat, attacks.Attack]
+Functions = dict[str, Callable[[], object]]
+
 
 def time_network(network: str, repeats: int):
-  """Prints the table of one network."""
-  logits_fn, variables, images, labels, threats = load(network)
-  key = jax.random.key(3)
+  """Prints the tables of one network."""
+  loaded = load(network)
+  functions = units(loaded) | alone(loaded) | switched(loaded)
+  best = timing.interleaved(functions | stronger(loaded), repeats)
+  print(f'\n## {network}, batch {len(loaded.images)}')
+  for name in ('forward pass', 'input gradient'):
+    print(f'one {name}, top level: {1e3 * best[name]:.2f} ms')
+  print_training(loaded, best)
+  print_stronger(loaded, best)
+
+
+def units(loaded: Loaded) -> Functions:
+  """What attacks are made of: a forward pass, and an input gradient."""
+
+  def loss(images, variables):
+    logits = loaded.logits_fn(variables, images)
+    return losses.cross_entropy(logits, loaded.labels).sum()
+
+  forward, gradient = jax.jit(loaded.logits_fn), jax.jit(jax.grad(loss))
+  return {
+    'forward pass': lambda: forward(loaded.variables, loaded.images),
+    'input gradient': lambda: gradient(loaded.images, loaded.variables),
+  }
+
+
+def limit(attack: attacks.Attack, best: dict[str, float]) -> float:
+  """How long the forward passes and gradients of an attack take."""
+  forward, gradient = best['forward pass'], best['input gradient']
+  if isinstance(attack, attacks.Square):
+    return attack.queries * forward
+  if isinstance(attack, attacks.Fab):
+    return attack.tries * attack.steps * (gradient + forward)
+  return attack.steps * gradient
+
+
+def alone(loaded: Loaded) -> Functions:
+  """The attacks of training, one by one."""
+  return {
+    threat.name: make_run(loaded, threat, attack)
+    for threat, attack in loaded.pairs
+  }
+
+
+def stronger(loaded: Loaded) -> Functions:
+  """The other attacks, in balls so small that they run to their end."""
+  return {
+    f'{name} {threat.name}': make_run(
+      loaded, dataclasses.replace(threat, eps=TINY * threat.eps), attack
+    )
+    for name, attack in STRONGER.items()
+    for threat, _ in loaded.pairs
+  }
+
+
+def make_run(loaded: Loaded, threat: attacks.Threat, attack: attacks.Attack):
+  """An attack on the batch, jitted."""
+  logits_fn, variables, images, labels, _ = loaded
 
   @jax.jit
-  def gradient(variables, images):
-    def loss(images):
-      logits = logits_fn(variables, images)
-      return losses.cross_entropy(logits, labels).sum()
+  def run(variables, images):
+    bound = functools.partial(logits_fn, variables)
+    return attacks.make_attack(threat, attack)(
+      bound, jax.random.key(3), images, labels
+    )
 
-    return jax.grad(loss)(images)
+  return functools.partial(run, variables, images)
+
+
+def switched(loaded: Loaded) -> Functions:
+  """The attacks of training, as one function that is told which."""
+  logits_fn, variables, images, labels, pairs = loaded
 
   @jax.jit
-  def switch(variables, index, images):
+  def run(variables, index, images):
     bound = functools.partial(logits_fn, variables)
-    return attacks.make_switch(threats)(bound, index, key, images, labels)
-
-  @functools.partial(jax.jit, static_argnums=1)
-  def attack(variables, threat, images):
-    bound = functools.partial(logits_fn, variables)
-    return attacks.make_attack(threat)(bound, key, images, labels)
-
-  functions = {'gradient': lambda: gradient(variables, images)}
-  for index, threat in enumerate(threats):
-    functions[threat.name] = functools.partial(
-      attack, variables, threat, images
+    return attacks.make_switch(pairs)(
+      bound, index, jax.random.key(3), images, labels
     )
-    functions[f'switch {threat.name}'] = functools.partial(
-      switch, variables, jnp.int32(index), images
-    )
-  best = timing.interleaved(functions, repeats)
 
+  return {
+    f'switch {threat.name}': functools.partial(
+      run, variables, jnp.int32(index), images
+    )
+    for index, (threat, _) in enumerate(pairs)
+  }
+
+
+def print_training(loaded: Loaded, best: dict[str, float]):
+  """Prints the table of the attacks of training."""
   rows = []
-  for threat in threats:
-    limit = threat.steps * best['gradient']
-    alone, switched = best[threat.name], best[f'switch {threat.name}']
-    rows.append(
-      [
-        threat.name,
-        str(threat.steps),
-        f'{1e3 * alone:.1f}',
-        f'{alone / limit:.2f}',
-        f'{1e3 * switched:.1f}',
-        f'{switched / limit:.2f}',
+  for threat, attack in loaded.pairs:
+    row = [threat.name, str(attack.steps)]
+    for name in (threat.name, f'switch {threat.name}'):
+      row += [
+        f'{1e3 * best[name]:.1f}',
+        f'{best[name] / limit(attack, best):.2f}',
       ]
-    )
-  print(f'\n## {network}, batch {len(images)}')
-  print(f'one input gradient, top level: {1e3 * best["gradient"]:.2f} ms\n')
-  print(
-    markdown_table(
-      ['attack', 'steps', 'ms', 'ratio', 'switch ms', 'switch ratio'], rows
-    )
-  )
+    rows.append(row)
+  header = ['training', 'steps', 'ms', 'ratio', 'switch ms', 'switch ratio']
+  print(f'\n{markdown_table(header, rows)}')
+
+
+def print_stronger(loaded: Loaded, best: dict[str, float]):
+  """Prints the table of the other attacks."""
+  header = ['']
+  for name, attack in STRONGER.items():
+    square = isinstance(attack, attacks.Square)
+    steps = f'{attack.queries} queries' if square else f'{attack.steps} steps'
+    header += [f'{name}, {steps}, ms', 'ratio']
+  rows = []
+  for threat, _ in loaded.pairs:
+    row = [threat.name]
+    for name, attack in STRONGER.items():
+      seconds = best[f'{name} {threat.name}']
+      row += [f'{1e3 * seconds:.1f}', f'{seconds / limit(attack, best):.2f}']
+    rows.append(row)
+  print(f'\n{markdown_table(header, rows)}')
 
 
 def time_compile(network: str, repeats: int):
   """Prints what a first call costs: one attack, and switches over k threats."""
-  logits_fn, variables, images, labels, threats = load(network)
-  many = tuple(
-    attacks.Threat(space=_shifted(i) if i else t.space, norm=t.norm,
-                   eps=t.eps, steps=t.steps)
+  loaded = load(network)
+  pairs = loaded.pairs
+  many = [
+    (dataclasses.replace(t, space=_shifted(i) if i else t.space, name=''), a)
     for i in range(4)
-    for t in threats
-  )  # fmt: skip
-
-  def compile_switch(chosen):
-    bound = functools.partial(logits_fn, variables)
-    jax.clear_caches()
-    start = time.perf_counter()
-    jax.jit(
-      lambda index, images: attacks.make_switch(chosen)(
-        bound, index, jax.random.key(0), images, labels
-      )
-    ).lower(jnp.int32(0), images).compile()
-    return time.perf_counter() - start
-
+    for t, a in pairs
+  ]
   sets = {
-    'one attack, pixel_linf': threats[:1],
-    'one attack, dct_l1': threats[-1:],
-    'switch, k = 6': threats,
+    'one attack, pixel_linf': pairs[:1],
+    'one attack, dct_l1': pairs[-1:],
+    'switch, k = 6': pairs,
     'switch, k = 24': many,
+    'switch, k = 6, apgd': [(t, STRONGER['apgd']) for t, _ in pairs],
   }
   best = dict.fromkeys(sets, float('inf'))
   for _ in range(repeats):
     for name, chosen in sets.items():
-      best[name] = min(best[name], compile_switch(chosen))
+      best[name] = min(best[name], compile_switch(loaded, chosen))
   one = best['one attack, pixel_linf']
   print(f'\nfirst call of {network}: trace and compile')
   rows = [[name, f'{t:.2f}', f'{t / one:.2f}'] for name, t in best.items()]
   print(markdown_table(['', 's', 'ratio'], rows))
 
 
-def _shifted(shift: int) -> spaces.Space:
+def compile_switch(loaded: Loaded, pairs: Sequence[Pair]) -> float:
+  """Seconds to trace and compile a switch, without caches."""
+  logits_fn, variables, images, labels, _ = loaded
+  bound = functools.partial(logits_fn, variables)
+  jax.clear_caches()
+  start = time.perf_counter()
+  jax.jit(
+    lambda index, images: attacks.make_switch(pairs)(
+      bound, index, jax.random.key(0), images, labels
+    )
+  ).lower(jnp.int32(0), images).compile()
+  return time.perf_counter() - start
+
+
+def _shifted(shift: int) -> attacks.Space:
   """A space of its own for each shift: 24 geometries that share no code."""
-  return spaces.Space(
+  dct = spaces.get('dct')
+  return attacks.Space(
     f'shift{shift}',
-    lambda x: jnp.roll(spaces.DCT.forward(x), shift, 0),
-    lambda z: spaces.DCT.inverse(jnp.roll(z, -shift, 0)),
+    lambda x: jnp.roll(dct.forward(x), shift, 0),
+    lambda z: dct.inverse(jnp.roll(z, -shift, 0)),
   )
 
 

@@ -1,5 +1,8 @@
 """The networks that are timed, with random weights and a random batch."""
 
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
 import jax
 
 from mwrobust import attacks, models
@@ -10,20 +13,46 @@ SETTINGS = {
   'resnet_v1_50': ((32, 32, 3), 32, (0.06, 0.1, 7.84)),
   'resnet50': ((32, 32, 3), 32, (0.06, 0.1, 7.84)),
 }
+# The paper's, in training.
+ATTACKS = {
+  'linf': attacks.pgd(10),
+  'l2': attacks.pgd(10),
+  'l1': attacks.slide(20, percentile=95),
+}
 
 
-def load(network: str):
-  """A network with random weights, and a random batch for it."""
+class Loaded(NamedTuple):
+  """What there is to time.
+
+  Attributes:
+    logits_fn: `logits_fn(variables, images)`.
+    variables: its random weights.
+    images: a random batch.
+    labels: what the network says of it, so that nothing is fooled yet.
+    pairs: the paper's six threats, each with its attack in training.
+  """
+
+  logits_fn: Callable[[Any, jax.Array], jax.Array]
+  variables: Any
+  images: jax.Array
+  labels: jax.Array
+  pairs: tuple[tuple[attacks.Threat, attacks.Attack], ...]
+
+
+def load(network: str) -> Loaded:
+  """Returns a network with random weights, and a random batch for it."""
   shape, batch_size, eps = SETTINGS[network]
   channels = shape[-1]
   model = models.create(
     network, num_classes=10, mean=(0.5,) * channels, std=(0.5,) * channels
   )
   images = jax.random.uniform(jax.random.key(0), (batch_size, *shape))
-  labels = jax.random.randint(jax.random.key(1), (batch_size,), 0, 10)
   variables = model.init(jax.random.key(2), images[:1], train=False)
 
   def logits_fn(variables, images):
     return model.apply(variables, images, train=False)
 
-  return logits_fn, variables, images, labels, attacks.six_threats(*eps)
+  labels = jax.jit(logits_fn)(variables, images).argmax(-1)
+  threats = attacks.six_threats(*eps)
+  pairs = tuple((threat, ATTACKS[threat.norm]) for threat in threats)
+  return Loaded(logits_fn, variables, images, labels, pairs)

@@ -20,25 +20,26 @@ FOOLBOX = {
 
 def time_peers(network: str, repeats: int):
   """Prints the time per step of every library for the pixel threats."""
-  logits_fn, variables, images, labels, threats = load(network)
-  threats = [threat for threat in threats if threat.space == 'pixel']
+  logits_fn, variables, images, labels, pairs = load(network)
+  pairs = [pair for pair in pairs if pair[0].space == 'pixel']
 
   @functools.partial(jax.jit, static_argnums=1)
-  def attack(variables, threat, images):
+  def run(variables, pair, images):
     bound = functools.partial(logits_fn, variables)
     key = jax.random.key(0)
-    return attacks.make_attack(threat)(bound, key, images, labels)
+    return attacks.make_attack(*pair)(bound, key, images, labels)
 
   libraries = {
     'mwrobust': {
-      t.norm: functools.partial(attack, variables, t, images) for t in threats
+      pair[0].norm: functools.partial(run, variables, pair, images)
+      for pair in pairs
     },
     'Foolbox, JAX': foolbox_attacks(
       # Jitted: Foolbox would otherwise dispatch the network op by op.
       foolbox.JAXModel(
         jax.jit(functools.partial(logits_fn, variables)), bounds=(0, 1)
       ),
-      *(threats, images, labels),
+      *(pairs, images, labels),
     ),
   }
   torch_networks = {'cnn': torch_cnn, 'resnet_v1_50': torch_resnet}
@@ -52,9 +53,9 @@ def time_peers(network: str, repeats: int):
     inputs = torch.tensor(np.asarray(images).transpose(0, 3, 1, 2).copy())
     targets = torch.tensor(np.asarray(labels), dtype=torch.long)
     libraries['Foolbox, torch'] = foolbox_attacks(
-      foolbox.PyTorchModel(model, bounds=(0, 1)), threats, inputs, targets
+      foolbox.PyTorchModel(model, bounds=(0, 1)), pairs, inputs, targets
     )
-    libraries['torchattacks'] = torchattacks(model, threats, inputs, targets)
+    libraries['torchattacks'] = torchattacks(model, pairs, inputs, targets)
 
   best = timing.interleaved(
     {
@@ -67,25 +68,25 @@ def time_peers(network: str, repeats: int):
   rows = []
   for library in libraries:
     row = [library]
-    for threat in threats:
+    for threat, attack in pairs:
       seconds = best.get((library, threat.norm))
       ours = best['mwrobust', threat.norm]
-      row.append(f'{1e3 * seconds / threat.steps:.2f}' if seconds else '-')
+      row.append(f'{1e3 * seconds / attack.steps:.2f}' if seconds else '-')
       row.append(f'{seconds / ours:.2f}' if seconds else '-')
     rows.append(row)
   header = [f'{network}, batch {len(images)}']
-  for threat in threats:
+  for threat, _ in pairs:
     header += [f'{threat.norm}, ms a step', 'over ours']
   print(f'\n{markdown_table(header, rows)}')
 
 
-def foolbox_attacks(model, threats, inputs, targets):
+def foolbox_attacks(model, pairs, inputs, targets):
   """Foolbox's attacks, without its checks before and after."""
   criterion = foolbox.criteria.Misclassification(targets)
 
-  def make(threat):
+  def make(threat, steps):
     attack = FOOLBOX[threat.norm](
-      steps=threat.steps, rel_stepsize=2.5 / threat.steps, random_start=True
+      steps=steps, rel_stepsize=2.5 / steps, random_start=True
     )
 
     def run():
@@ -94,10 +95,10 @@ def foolbox_attacks(model, threats, inputs, targets):
 
     return run
 
-  return {threat.norm: make(threat) for threat in threats}
+  return {threat.norm: make(threat, ours.steps) for threat, ours in pairs}
 
 
-def torchattacks(model, threats, inputs, targets):
+def torchattacks(model, pairs, inputs, targets):
   """The attacks of torchattacks, which has no l1."""
   try:
     import torchattacks
@@ -106,12 +107,12 @@ def torchattacks(model, threats, inputs, targets):
     return {}
   kinds = {'linf': torchattacks.PGD, 'l2': torchattacks.PGDL2}
 
-  def make(threat):
+  def make(threat, steps):
     attack = kinds[threat.norm](
       model,
       eps=threat.eps,
-      alpha=2.5 * threat.eps / threat.steps,
-      steps=threat.steps,
+      alpha=2.5 * threat.eps / steps,
+      steps=steps,
       random_start=True,
     )
 
@@ -120,7 +121,7 @@ def torchattacks(model, threats, inputs, targets):
 
     return run
 
-  return {t.norm: make(t) for t in threats if t.norm in kinds}
+  return {t.norm: make(t, a.steps) for t, a in pairs if t.norm in kinds}
 
 
 def torch_cnn(variables):

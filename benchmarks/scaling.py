@@ -23,8 +23,9 @@ from absl import app, flags, logging
 
 from benchmarks import networks, timing
 from benchmarks.training import make_job
-from mwrobust import attacks, datasets, losses, norms, spaces, steps, train
+from mwrobust import attacks, datasets, steps, train
 from mwrobust import config as config_lib
+from mwrobust.attacks import losses, norms
 from mwrobust.document import markdown_table
 from mwrobust.job import make_batch
 
@@ -174,22 +175,22 @@ all-reduces: the gradient's and BatchNorm's. Weak: the paper's batch of
   print(markdown_table(header, rows))
 
 
-def many_threats() -> list[attacks.Threat]:
-  """Eight spaces with three norms each, all with the same number of steps."""
+def many_pairs() -> list[tuple[attacks.Threat, attacks.Attack]]:
+  """Eight spaces with three norms each, all with the same attack."""
   radii = config_lib.EPS['paper']['mnist']
   return [
-    attacks.Threat(space=space, norm=norm, eps=eps, steps=10)
+    (attacks.Threat(space=space, norm=norm, eps=eps), attacks.pgd(10))
     for space in ('pixel', 'dct', *map(rotation, range(6)))
     for norm, eps in zip(norms.NORMS, radii, strict=True)
   ]
 
 
-def rotation(seed: int) -> spaces.Space:
+def rotation(seed: int) -> attacks.Space:
   """The space of `basis @ image @ basis^T` with a random orthonormal basis."""
   noise = np.random.default_rng(seed).normal(size=(28, 28))
   basis = np.linalg.qr(noise).Q.astype(np.float32)
   turn = functools.partial(jnp.einsum, 'uh,vw,hwc->uvc')
-  return spaces.Space(
+  return attacks.Space(
     f'rotation{seed}',
     functools.partial(turn, basis, basis),
     functools.partial(turn, basis.T, basis.T),
@@ -205,11 +206,11 @@ def time_threats(repeats: int):
   carried = [job.init()]  # The train step donates it.
   jobs, compiled = {}, {}
   for k in KS:
-    threats = many_threats()[:k]
-    shared = {'model': job.model, 'threats': threats, 'key': jax.random.key(0)}
+    pairs = many_pairs()[:k]
+    shared = {'model': job.model, 'pairs': pairs, 'key': jax.random.key(0)}
     jobs[k] = job._replace(
       data=job.data._replace(validation=validation),
-      threats=threats,
+      pairs=pairs,
       train_step=steps.make_train_step(
         radius_scale=job.radius_scale, augment=False, attacked=True, **shared
       ),
@@ -238,7 +239,7 @@ def time_threats(repeats: int):
   for k in KS:
     mean = np.mean([stepping[k, i] for i in range(k)])
     times = stepping[k, 0], mean, compiling[k], validating[k] / k
-    count = len({threat.space for threat in jobs[k].threats})
+    count = len({threat.space for threat, _ in jobs[k].pairs})
     in_ms = [f'{1e3 * seconds:,.0f}' for seconds in times]
     rows.append([str(k), str(count), *in_ms])
   print("""

@@ -16,8 +16,9 @@ import numpy as np
 from absl import app, flags, logging
 
 from benchmarks import timing
-from mwrobust import attacks, losses, train
+from mwrobust import attacks, train
 from mwrobust import config as config_lib
+from mwrobust.attacks import losses
 from mwrobust.document import markdown_table
 from mwrobust.job import Job, prepare
 
@@ -53,7 +54,8 @@ def run_outer_step(job: Job, state, t: int):
     state = update(job, state, 0)
   for index, batch in train.mini_batches(job, state, t, first):
     state, loss = job.train_step(state, index, batch)
-    gradients += job.threats[index].steps + 1
+    _, attack = job.pairs[index]
+    gradients += attack.steps + 1
   jax.block_until_ready(loss)
   return update(job, state, first + job.steps_per_outer_step), gradients
 
@@ -111,7 +113,7 @@ def take_a_step_apart(repeats: int):
     def logits_fn(images, params=params):
       return job.model.apply({'params': params}, images, train=False)
 
-    found = attacks.make_attack(job.threats[0])(
+    found = attacks.make_attack(*job.pairs[0])(
       logits_fn, jax.random.key(0), images, labels
     )
     return jax.grad(

@@ -180,10 +180,11 @@ def evaluated_config(run: Run) -> ml_collections.ConfigDict:
   images = len(outcomes.labels)
   everything = images == datasets.SIZES[config.data.name][2]
   config.eval.examples = 0 if everything else images
-  for threat in outcomes.settings['threats']:
-    if threat['norm'] == 'l1':
-      config.eval.slide_steps = threat['steps']
+  for pair in outcomes.settings['attacks']:
+    attack = pair['attack']
+    if pair['threat']['norm'] == 'l1':
+      config.eval.slide_steps = attack['steps']
+      config.eval.percentile = attack['percentile']
     else:
-      config.eval.pgd_steps = threat['steps']
-    config.eval.percentile = threat['percentile']
+      config.eval.pgd_steps = attack['steps']
   return config

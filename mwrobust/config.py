@@ -17,7 +17,8 @@ from typing import Any
 import ml_collections
 from etils import epath
 
-from mwrobust import attacks, datasets, models, norms, policies, spaces
+from mwrobust import attacks, datasets, models, policies
+from mwrobust.attacks import norms, spaces
 from mwrobust.errors import UserError, check_choice
 
 ConfigDict = ml_collections.ConfigDict
@@ -210,26 +211,32 @@ def _with_tuples(value: Any) -> Any:
   return tuple(value) if isinstance(value, list) else value
 
 
-def make_threats(config: ConfigDict, phase: str) -> tuple[attacks.Threat, ...]:
-  """The threats, with the steps of the phase: `'train'` or `'eval'`."""
-  eps = {norm: config.threats[f'eps_{norm}'] for norm in norms.NORMS}
-  settings = config[phase]
+def make_threats(config: ConfigDict) -> tuple[attacks.Threat, ...]:
+  """Makes the threats: each space with each norm."""
   return tuple(
-    attacks.Threat(
-      space=space,
-      norm=norm,
-      eps=eps[norm],
-      steps=settings.slide_steps if norm == 'l1' else settings.pgd_steps,
-      percentile=settings.percentile,
-    )
+    attacks.Threat(space=space, norm=norm, eps=config.threats[f'eps_{norm}'])
     for space in config.threats.spaces
     for norm in config.threats.norms
   )
 
 
+def make_pairs(
+  config: ConfigDict, phase: str
+) -> tuple[tuple[attacks.Threat, attacks.Attack], ...]:
+  """Gives each threat its attack in a phase: `'train'` or `'eval'`."""
+  settings = config[phase]
+  by_norm = {
+    'linf': attacks.pgd(settings.pgd_steps),
+    'l2': attacks.pgd(settings.pgd_steps),
+    'l1': attacks.slide(settings.slide_steps, percentile=settings.percentile),
+  }
+  threats = make_threats(config)
+  return tuple((threat, by_norm[threat.norm]) for threat in threats)
+
+
 def make_policy(config: ConfigDict) -> policies.Policy:
   """The policy over the config's threats."""
-  names = [threat.name for threat in make_threats(config, 'train')]
+  names = [threat.name for threat in make_threats(config)]
   eta = config.policy.eta
   if config.policy.eta_schedule == 'inverse_sqrt':
     schedule = lambda t: eta / (t + 1.0) ** 0.5  # noqa: E731
@@ -314,7 +321,7 @@ def validate(config: ConfigDict) -> None:
       "eval.others has 'recalibrated', the average of the last h with other "
       "statistics: it needs train.h > 1 and algorithm = 'scalable'."
     )
-  names = [threat.name for threat in make_threats(config, 'train')]
+  names = [threat.name for threat in make_threats(config)]
   if len(set(names)) < len(names):
     raise UserError(f'threats.spaces and threats.norms repeat one: {names}.')
   if config.policy.name == 'single':

@@ -23,7 +23,6 @@ from etils import epath
 from mwrobust import averaging, checkpoints, datasets, health, runs, sharding
 from mwrobust import config as config_lib
 from mwrobust import job as job_lib
-from mwrobust.attacks import Threat
 from mwrobust.errors import UserError
 from mwrobust.interruption import stop_signals
 from mwrobust.job import (
@@ -73,11 +72,12 @@ def evaluate(
 ) -> dict[str, Outcomes]:
   """Attacks each network of the run with each threat."""
   config = job.config
-  paper = config_lib.make_threats(config, 'eval')
+  paper = config_lib.make_pairs(config, 'eval')
   readings = {'': paper}
   if config.eval.strict:
     readings[', strict'] = tuple(
-      dataclasses.replace(threat, clip='strict') for threat in paper
+      (dataclasses.replace(threat, clip='strict'), attack)
+      for threat, attack in paper
     )
   evaluated = [
     network
@@ -87,11 +87,11 @@ def evaluate(
   logits_step = make_logits_step(model=job.model)
   suffix = changed_settings(config, workdir)
   evaluations = {}
-  for reading, threats in readings.items():
+  for reading, pairs in readings.items():
     probed = config.eval.health_examples and not reading
     attack_step = make_attack_step(
       model=job.model,
-      threats=health.probes(threats) if probed else threats,
+      pairs=health.probes(pairs) if probed else pairs,
       key=job.evaluation_key,
     )
     for network in evaluated:
@@ -99,14 +99,14 @@ def evaluate(
       path = workdir / 'eval' / f'{name.replace(" ", "_")}{suffix}.npz'
       logits = functools.partial(logits_step, network.members)
       attack = functools.partial(attack_step, network.members)
-      outcomes = _begin(job, network, threats, logits)
-      plan = [Way(index) for index in range(len(threats))]
+      outcomes = _begin(job, network, pairs, logits)
+      plan = [Way(index) for index in range(len(pairs))]
       outcomes = _fill(outcomes, plan, attack, job, name, path, check_stop, say)
       evaluations[name] = outcomes
       if network.is_output and probed:
         for word, (more, plan) in {
-          'health': _begin_probes(outcomes, threats, config),
-          'radii': _begin_curve(outcomes, threats, config),
+          'health': _begin_probes(outcomes, pairs, config),
+          'radii': _begin_curve(outcomes, pairs, config),
         }.items():
           to = path.with_stem(f'{path.stem}_{word}')
           more_name = f'{name}, {word}'
@@ -221,7 +221,7 @@ class Way(NamedTuple):
 def _begin(
   job: Job,
   network: Network,
-  threats: Sequence[Threat],
+  pairs: Sequence[health.Pair],
   logits: Callable[[np.ndarray], jax.Array],
 ) -> Outcomes:
   """Who stands before the first attack: everyone, rightly classified or not."""
@@ -239,11 +239,11 @@ def _begin(
     'seed': job.config.seed,
     'outer_steps': network.outer_steps,
     'members': len(network.members),
-    'threats': list(map(dataclasses.asdict, threats)),
+    'attacks': health.describe(pairs),
   }
   return Outcomes.begin(
     settings=json.loads(json.dumps(settings)),
-    threats=threats,
+    pairs=pairs,
     restarts=job.config.eval.restarts,
     labels=labels,
     logits=np.concatenate([logits_of(rows)[mask] for rows, mask in batches]),
@@ -254,14 +254,14 @@ def _begin(
 
 def _begin_probes(
   outcomes: Outcomes,
-  threats: Sequence[Threat],
+  pairs: Sequence[health.Pair],
   config: ml_collections.ConfigDict,
 ) -> tuple[Outcomes, list[Way]]:
   """The survivors among the first examples, and how to attack those again."""
   count = min(config.eval.health_examples, len(outcomes.labels))
-  attacks = health.probes(threats)
+  attacks = health.probes(pairs)
   correct = np.tile(outcomes.correct[:, :count], (len(health.WAYS), 1))
-  k = len(threats)
+  k = len(pairs)
   starts = [outcomes.restarts] * k + [0] * (len(attacks) - k)
   plan = [Way(index, start) for index, start in enumerate(starts)]
   return _begin_more(outcomes, attacks, correct), plan
@@ -269,7 +269,7 @@ def _begin_probes(
 
 def _begin_curve(
   outcomes: Outcomes,
-  threats: Sequence[Threat],
+  pairs: Sequence[health.Pair],
   config: ml_collections.ConfigDict,
 ) -> tuple[Outcomes, list[Way]]:
   """The first examples, and how to attack those with other radii."""
@@ -277,26 +277,23 @@ def _begin_curve(
     *(config.eval.health_examples, health.CURVE_EXAMPLES),
     len(outcomes.labels),
   )
-  attacks = health.wider(threats)
+  attacks = health.wider(pairs)
   natural = np.tile(outcomes.natural[:count], (len(attacks), 1))
-  k = len(threats)
-  clipping = k * health.WAYS.index('clip at every step')
+  k = len(pairs)
   plan = [
-    Way(clipping + index, scale=scale)
-    for scale in health.RADII
-    for index in range(k)
+    Way(index, scale=scale) for scale in health.RADII for index in range(k)
   ]
   return _begin_more(outcomes, attacks, natural), plan
 
 
 def _begin_more(
-  outcomes: Outcomes, attacks: Sequence[Threat], correct: np.ndarray
+  outcomes: Outcomes, attacks: Sequence[health.Pair], correct: np.ndarray
 ) -> Outcomes:
   """Further attacks on the first examples, those that stand so far."""
   count = correct.shape[1]
   return Outcomes.begin(
     settings=health.settings(outcomes, attacks),
-    threats=attacks,
+    pairs=attacks,
     restarts=1,
     labels=outcomes.labels[:count],
     logits=outcomes.logits[:count],

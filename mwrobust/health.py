@@ -6,27 +6,37 @@ weak attacks is looked for. Every check is computed from saved outcomes.
 """
 
 import dataclasses
+import json
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from mwrobust.attacks import Threat, step_size
+from mwrobust import attacks as attacks_lib
 from mwrobust.outcomes import Outcomes
 
+Pair = tuple[attacks_lib.Threat, attacks_lib.Attack]
 POINTS = 0.5  # What a stronger attack may gain before it is worth a warning.
 LOSS_RATIO = 2.0  # What stronger attacks than those of training may add.
 # The ways in which the first examples are attacked again.
 _CHANGES = {
-  'one more start': lambda t: t,
-  'margin loss': lambda t: dataclasses.replace(t, loss='margin'),
-  # Steps of the same size: twice as many of half the size lead no further.
-  'twice the steps': lambda t: dataclasses.replace(
-    t, steps=2 * t.steps, step_size=step_size(t)
+  'one more start': lambda threat, attack: attack,
+  'margin loss': lambda threat, attack: dataclasses.replace(
+    attack, loss='margin'
   ),
-  # On the way to a clip at the end an attack sees what the network does outside
-  # of [0, 1], where it never had to answer, and where it may hide.
-  'clip at every step': lambda t: dataclasses.replace(t, clip='step'),
+  # Steps of the same size: twice as many of half the size lead no further.
+  'twice the steps': lambda threat, attack: dataclasses.replace(
+    attack,
+    steps=2 * attack.steps,
+    step_size=2.5 * threat.eps / attack.steps,
+  ),
+  # What masks the gradients near the image is seen over from further away.
+  'apgd from larger balls': lambda threat, attack: attacks_lib.apgd(
+    # Each ball takes a step.
+    attack.steps,
+    loss='dlr',
+    radii=(3.0, 2.0, 1.0)[-attack.steps :],
+  ),
 }
 WAYS = tuple(_CHANGES)
 RADII = (0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0)  # Times eps, for a curve.
@@ -47,32 +57,41 @@ class Check(NamedTuple):
   finding: str
 
 
-def probes(threats: Sequence[Threat]) -> tuple[Threat, ...]:
-  """The same threats in all of the `WAYS`: first as they are."""
-  return tuple(change(t) for change in _CHANGES.values() for t in threats)
-
-
-def wider(threats: Sequence[Threat]) -> tuple[Threat, ...]:
-  """The threats with each of the `RADII`, and a clip at every step.
-
-  A clip at the end would undo most of what wide radii allow.
-  """
+def probes(pairs: Sequence[Pair]) -> tuple[Pair, ...]:
+  """Returns the same threats attacked in all of the `WAYS`: first as before."""
   return tuple(
-    dataclasses.replace(threat, eps=scale * threat.eps, clip='step')
-    for scale in RADII
-    for threat in threats
+    (threat, change(threat, attack))
+    for change in _CHANGES.values()
+    for threat, attack in pairs
   )
 
 
-def settings(outcomes: Outcomes, attacks: Sequence[Threat]) -> dict[str, Any]:
+def wider(pairs: Sequence[Pair]) -> tuple[Pair, ...]:
+  """Returns the threats with each of the `RADII`."""
+  return tuple(
+    (dataclasses.replace(threat, eps=scale * threat.eps), attack)
+    for scale in RADII
+    for threat, attack in pairs
+  )
+
+
+def describe(pairs: Sequence[Pair]) -> list[dict[str, Any]]:
+  """Returns the pairs as JSON can hold them."""
+  fields = [
+    {'threat': threat.to_dict(), 'attack': dataclasses.asdict(attack)}
+    for threat, attack in pairs
+  ]
+  return json.loads(json.dumps(fields))  # As a file gives them back.
+
+
+def settings(outcomes: Outcomes, pairs: Sequence[Pair]) -> dict[str, Any]:
   """By which saved outcomes of further attacks tell what attacked whom.
 
   Args:
     outcomes: the evaluation whose first examples were attacked again.
-    attacks: `probes` or `wider`.
+    pairs: `probes` or `wider`.
   """
-  fields = [dataclasses.asdict(attack) for attack in attacks]
-  return outcomes.settings | {'attacks': fields}
+  return outcomes.settings | {'attacks': describe(pairs)}
 
 
 def curve(

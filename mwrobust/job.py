@@ -32,7 +32,7 @@ class Job(NamedTuple):
   config: ml_collections.ConfigDict
   data: datasets.Dataset
   model: Any
-  threats: tuple[attacks.Threat, ...]
+  pairs: tuple[tuple[attacks.Threat, attacks.Attack], ...]
   policy: Policy
   learning_rate: Callable[[int], float]
   radius_scale: Callable[[int], float]
@@ -47,7 +47,7 @@ class Job(NamedTuple):
   @property
   def names(self) -> tuple[str, ...]:
     """Of the threats."""
-    return tuple(threat.name for threat in self.threats)
+    return tuple(threat.name for threat, _ in self.pairs)
 
   @property
   def steps_per_outer_step(self) -> int:
@@ -65,7 +65,7 @@ def steps_per_outer_step(
 def prepare(config: ml_collections.ConfigDict) -> Job:
   """Loads the data and makes the functions of a run."""
   data = _load_data(config)
-  threats = config_lib.make_threats(config, 'train')
+  pairs = config_lib.make_pairs(config, 'train')
   policy = config_lib.make_policy(config)
   model = models.create(
     config.model.name,
@@ -114,7 +114,7 @@ def prepare(config: ml_collections.ConfigDict) -> Job:
     config=config,
     data=data,
     model=model,
-    threats=threats,
+    pairs=pairs,
     policy=policy,
     learning_rate=learning_rate,
     radius_scale=radius_scale,
@@ -124,14 +124,14 @@ def prepare(config: ml_collections.ConfigDict) -> Job:
     choose=choose,
     train_step=steps_lib.make_train_step(
       model=model,
-      threats=threats,
+      pairs=pairs,
       key=train_key,
       radius_scale=radius_scale,
       augment=config.data.augment,
       attacked=policy.attacks,
     ),
     validation_step=steps_lib.make_validation_step(
-      model=model, threats=threats, key=validation_key
+      model=model, pairs=pairs, key=validation_key
     ),
     evaluation_key=evaluation_key,
     steps_per_epoch=steps_per_epoch,

@@ -74,7 +74,7 @@ class Outcomes:
   def begin(
     cls,
     settings: dict[str, Any],
-    threats: Sequence[attacks.Threat],
+    pairs: Sequence[tuple[attacks.Threat, attacks.Attack]],
     restarts: int,
     labels: np.ndarray,
     logits: np.ndarray,
@@ -83,14 +83,14 @@ class Outcomes:
     correct: np.ndarray | None = None,
   ) -> 'Outcomes':
     """Before the first start; `correct` is who stands, everyone by default."""
-    shape = len(threats), len(labels)
+    shape = len(pairs), len(labels)
     if correct is None:
       correct = np.ones(shape, bool)
     return cls(
       settings=settings,
-      threats=tuple(threat.name for threat in threats),
-      eps=np.array([threat.eps for threat in threats]),
-      steps=np.array([threat.steps for threat in threats]),
+      threats=tuple(threat.name for threat, _ in pairs),
+      eps=np.array([threat.eps for threat, _ in pairs]),
+      steps=np.array([attack.steps for _, attack in pairs]),
       restarts=restarts,
       labels=labels,
       logits=logits,

@@ -358,8 +358,7 @@ def radius_parts(outcomes: Outcomes, widened: Outcomes) -> list[Part]:
     table(
       ['accuracy, % at', *header],
       rows,
-      f'The radius grows, on the first {len(widened.labels)} test images, with '
-      'a clip at every step.',
+      f'The radius grows, on the first {len(widened.labels)} test images.',
     ),
     picture(chart, 'Accuracy over the radius'),
   ]

@@ -147,8 +147,8 @@ def gradient_evaluations(
     count or all_ for count, all_ in zip(asked, known, strict=True)
   )
   steps = {
-    threat.name: threat.steps
-    for threat in config_lib.make_threats(config, 'train')
+    threat.name: attack.steps
+    for threat, attack in config_lib.make_pairs(config, 'train')
   }
   policy = config_lib.make_policy(config)
   attack_steps = statistics.mean(steps.values())
@@ -164,7 +164,9 @@ def gradient_evaluations(
   validations = schedule.T + policy.validates_first
   training += validations * validation_size * sum(steps.values())
 
-  eval_steps = sum(t.steps for t in config_lib.make_threats(config, 'eval'))
+  eval_steps = sum(
+    attack.steps for _, attack in config_lib.make_pairs(config, 'eval')
+  )
   h = runs.window(config)
   # Of networks: an ensemble takes a gradient of each of its members.
   sizes = {'last': 1, 'average': 1, 'recalibrated': 1, 'ensemble': h}
@@ -199,7 +201,7 @@ def seconds_per_gradient(config: ml_collections.ConfigDict) -> float:
   variables = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
   steps = 3
   attack = attacks.make_attack(
-    attacks.Threat(norm='linf', eps=0.1, steps=steps)
+    attacks.Threat(norm='linf', eps=0.1), attacks.pgd(steps)
   )
 
   @jax.jit

@@ -11,7 +11,7 @@ from etils import epath
 
 from mwrobust import config as config_lib
 from mwrobust import health
-from mwrobust.attacks import Threat
+from mwrobust.attacks import Ascent, Threat
 from mwrobust.errors import UserError
 from mwrobust.outcomes import Outcomes
 
@@ -120,9 +120,7 @@ def load(workdir: str | os.PathLike, settings: str = '') -> Run:
       if name in evaluations
       # Else it is from other parameters, or from before the ways changed.
       and more.settings
-      == health.settings(
-        evaluations[name], attacks(_threats(evaluations[name]))
-      )
+      == health.settings(evaluations[name], attacks(_pairs(evaluations[name])))
     }
     for found, attacks in ((probes, health.probes), (widened, health.wider))
   )
@@ -154,8 +152,11 @@ def _parse(path: epath.Path) -> tuple[str, str, str]:
   return name.replace('_', ' '), settings, kind
 
 
-def _threats(outcomes: Outcomes) -> list[Threat]:
-  return [Threat(**fields) for fields in outcomes.settings['threats']]
+def _pairs(outcomes: Outcomes) -> list[health.Pair]:
+  return [
+    (Threat(**pair['threat']), Ascent(**pair['attack']))
+    for pair in outcomes.settings['attacks']
+  ]
 
 
 def evaluation_command(workdir: str | os.PathLike, settings: str) -> str:
@@ -223,7 +224,9 @@ def check_mergeable(runs: Sequence[Run]) -> None:
 
 def _protocol(run: Run) -> tuple[Any, ...]:
   outcomes = next(iter(run.evaluations.values()))
-  percentiles = [t['percentile'] for t in outcomes.settings['threats']]
+  percentiles = [
+    pair['attack']['percentile'] for pair in outcomes.settings['attacks']
+  ]
   steps = outcomes.steps.tolist()
   images = len(outcomes.labels)
   return images, outcomes.restarts, run.outer_step, steps, percentiles

@@ -8,7 +8,8 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from mwrobust import attacks, averaging, datasets, losses, sharding
+from mwrobust import attacks, averaging, datasets, sharding
+from mwrobust.attacks import losses
 from mwrobust.state import TrainState
 
 Array = jax.Array
@@ -25,7 +26,7 @@ class Batch(NamedTuple):
 def make_train_step(
   *,
   model: nn.Module,
-  threats: Sequence[attacks.Threat],
+  pairs: Sequence[tuple[attacks.Threat, attacks.Attack]],
   key: Array,
   radius_scale: Callable[[Array], Array],
   augment: bool,
@@ -39,13 +40,13 @@ def make_train_step(
 
   Args:
     model: a linen module.
-    threats: the k losses.
+    pairs: the k threats, each with its attack.
     key: all randomness of a step is folded in from it and the step's number.
     radius_scale: by the step: what share of their radii the threats have.
     augment: crop and flip the images first.
     attacked: False leaves the images as they are (natural training).
   """
-  attack = _make_attack(model, attacks.make_switch(threats))
+  attack = _make_attack(model, attacks.make_switch(pairs))
 
   def train_step(state: TrainState, index: Array, batch: Batch):
     attack_key, augment_key = jax.random.split(
@@ -79,16 +80,19 @@ def make_train_step(
 
 
 def make_validation_step(
-  *, model: nn.Module, threats: Sequence[attacks.Threat], key: Array
+  *,
+  model: nn.Module,
+  pairs: Sequence[tuple[attacks.Threat, attacks.Attack]],
+  key: Array,
 ):
   """Makes `validation_step(variables, index, batch, scale) -> losses [B]`.
 
   Args:
     model: a linen module.
-    threats: the k losses.
+    pairs: the k threats, each with its attack.
     key: all randomness is folded in from it and the examples' ids.
   """
-  attack = _make_attack(model, attacks.make_switch(threats))
+  attack = _make_attack(model, attacks.make_switch(pairs))
 
   def validation_step(
     variables: Any, index: Array, batch: Batch, scale: Array
@@ -123,7 +127,10 @@ class Attacked(NamedTuple):
 
 
 def make_attack_step(
-  *, model: nn.Module, threats: Sequence[attacks.Threat], key: Array
+  *,
+  model: nn.Module,
+  pairs: Sequence[tuple[attacks.Threat, attacks.Attack]],
+  key: Array,
 ):
   """Makes `attack_step(members, index, start, scale, batch) -> Attacked`.
 
@@ -133,11 +140,11 @@ def make_attack_step(
 
   Args:
     model: a linen module.
-    threats: the k losses.
+    pairs: the k threats, each with its attack.
     key: all randomness is folded in from it, the start and the examples' ids.
   """
-  attack = _make_attack(model, attacks.make_switch(threats, details=True))
-  distances = [functools.partial(attacks.distance, t) for t in threats]
+  attack = _make_attack(model, attacks.make_switch(pairs, details=True))
+  distances = [functools.partial(attacks.distance, t) for t, _ in pairs]
 
   def attack_step(
     members: tuple[Any, ...],
@@ -153,7 +160,7 @@ def make_attack_step(
       images=found.images,
       predicted=logits.argmax(-1),
       loss=losses.cross_entropy(logits, labels),
-      norm=jax.lax.switch(index, distances, images, found.unclipped),
+      norm=found.distance,
       norm_clipped=jax.lax.switch(index, distances, images, found.images),
       stuck=found.stuck,
     )
@@ -170,7 +177,7 @@ def make_logits_step(*, model: nn.Module):
   return jax.jit(logits_step, out_shardings=sharding.replicated())
 
 
-def _make_attack(model: nn.Module, switch: attacks.Attack):
+def _make_attack(model: nn.Module, switch: Callable[..., Any]):
   """Makes `attack(shared, (images, labels, ids))`, device by device.
 
   What the examples share is members, index, key, scale and perhaps a start.

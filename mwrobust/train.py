@@ -166,7 +166,7 @@ def mini_batches(
 
 def shares(job: Job, state: TrainState) -> np.ndarray:
   """How often each threat is to be chosen from now on; turns are averaged."""
-  turns = range(len(job.threats))
+  turns = range(len(job.pairs))
   each = [job.policy.probabilities(state.policy, turn) for turn in turns]
   return np.mean(each, axis=0)
 
@@ -184,11 +184,11 @@ def validation_losses(
   """
   labels = job.data.validation.labels
   scale = job.radius_scale(max(0, step - 1))
-  totals = np.zeros(len(job.threats))
+  totals = np.zeros(len(job.pairs))
   batch_size = sharding.round_up(job.config.eval.batch_size)
   for rows, mask in datasets.padded_batches(len(labels), batch_size):
     batch = make_batch(job.data.validation, rows)
-    for index in range(len(job.threats)):
+    for index in range(len(job.pairs)):
       losses = job.validation_step(
         state.variables, jnp.int32(index), batch, scale
       )
@@ -227,7 +227,8 @@ class _Log:
     self._indices.append(int(index))
     self._losses.append(loss)
     self.step += 1
-    attack_steps = job.threats[index].steps if job.policy.attacks else 0
+    _, attack = job.pairs[index]
+    attack_steps = attack.steps if job.policy.attacks else 0
     self._gradients += job.config.train.batch_size * (attack_steps + 1)
     self.progress.update(self.step)
     if (
@@ -247,7 +248,7 @@ class _Log:
         f'The training loss is not finite between steps {first} and '
         f'{self.step}. {_WHAT_NOW}'
       )
-    counts = np.bincount(self._indices, minlength=len(self.job.threats))
+    counts = np.bincount(self._indices, minlength=len(self.job.pairs))
     self.metrics.write(
       'train',
       self.step,
@@ -263,7 +264,8 @@ class _Log:
   def count_validation(self) -> None:
     """Adds what the validation of all threats has cost."""
     images = len(self.job.data.validation.labels)
-    self._gradients += images * sum(t.steps for t in self.job.threats)
+    steps = sum(attack.steps for _, attack in self.job.pairs)
+    self._gradients += images * steps
 
   def validated(self, t: int, losses: jax.Array, weights: jax.Array) -> None:
     """The end of outer step t, counted from 0."""

@@ -54,7 +54,8 @@ def tiny_run(tmp_path_factory):
 @pytest.fixture(scope='session')
 def trained(digits):
   """Logits of a small CNN, trained as usual on the digits."""
-  from mwrobust import losses, models
+  from mwrobust import models
+  from mwrobust.attacks import losses
 
   _, (images, labels) = digits
   model = models.create(

@@ -1,5 +1,7 @@
 import dataclasses
 import functools
+import json
+import re
 import subprocess
 import sys
 
@@ -12,19 +14,41 @@ import scipy.fft
 import scipy.optimize
 from flax import nnx
 
-from mwrobust import attacks, losses, norms, spaces
+from mwrobust import attacks
+from mwrobust.attacks import geometry, losses, norms, rules, spaces
 
 KEY = jax.random.key(0)
 SHAPE = (8, 8, 1)
 RNG = np.random.default_rng(0)
 IMAGES = RNG.uniform(size=(6, *SHAPE)).astype(np.float32)
+BINARY = (IMAGES > 0.5).astype(np.float32)  # Where the box is most in the way.
 LABELS = RNG.integers(0, 5, size=6).astype(np.int32)
 WEIGHTS = RNG.normal(size=(64, 5)).astype(np.float32)
 EPS = (0.3, 1.0, 4.0)
-SIX = attacks.six_threats(*EPS, phase='train')
+SIX = attacks.six_threats(*EPS)
+# The paper's attacks of training: PGD, and SLIDE for l1.
+TRAIN = {
+  'linf': attacks.pgd(10),
+  'l2': attacks.pgd(10),
+  'l1': attacks.slide(20, percentile=95.0),
+}
+PAIRS = [(threat, TRAIN[threat.norm]) for threat in SIX]
 EACH_OF_SIX = pytest.mark.parametrize('threat', SIX, ids=lambda t: t.name)
+# One of every kind, quick to run.
+KINDS = {
+  'pgd': attacks.pgd(5),
+  'slide': attacks.slide(5),
+  'apgd': attacks.apgd(6),
+  'apgd-t': attacks.apgd(6, loss='dlr', targets=1),
+  'fab': attacks.fab(5, targets=1),
+  'square': attacks.square(20),
+}
+EACH_KIND = pytest.mark.parametrize('kind', KINDS)
 ORD = {'linf': np.inf, 'l2': 2, 'l1': 1}
 DUAL = {'linf': 1, 'l2': 2, 'l1': np.inf}
+DCT_BASIS = scipy.fft.dctn(
+  np.eye(64).reshape(64, 8, 8), axes=(1, 2), norm='ortho'
+).reshape(64, 64).T  # fmt: skip
 
 
 def linear(images, weights=WEIGHTS):
@@ -36,27 +60,28 @@ def curved(images, weights=WEIGHTS):
   return logits + jnp.sin(logits)
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1))
-def run(attack, logits_fn, key, images, labels, ids=None):
-  return attack(logits_fn, key, images, labels, ids)
+# The loss rises with image @ WEIGHTS[:, 0], and the network is never fooled.
+CLIMB_LABELS = np.ones(6, np.int32)
 
 
-def run_each(threats, logits_fn, images, labels, ids=None):
-  """What each of the threats makes of the batch, compiled once."""
-  attack = jax.jit(functools.partial(attacks.make_switch(threats), logits_fn))
+def climbs(images):
+  rise = images.reshape(len(images), -1) @ WEIGHTS[:, 0]
+  return jnp.stack([rise, jnp.full_like(rise, 1e3)], axis=1)
+
+
+def run(attack, logits_fn, images, labels, ids=None, key=KEY, **more):
+  """Runs a made attack inside jit."""
+  return jax.jit(functools.partial(attack, logits_fn))(
+    key, images, labels, ids, **more
+  )
+
+
+def run_each(pairs, logits_fn, images, labels, ids=None):
+  """What each pair makes of the batch, compiled once."""
+  switch = jax.jit(functools.partial(attacks.make_switch(pairs), logits_fn))
   return [
-    attack(jnp.int32(index), KEY, images, labels, ids)
-    for index in range(len(threats))
-  ]
-
-
-def variants(threats, **fields):
-  """Each threat with each value of the one field given."""
-  ((field, values),) = fields.items()
-  return [
-    dataclasses.replace(threat, **{field: value})
-    for threat in threats
-    for value in values
+    switch(jnp.int32(index), KEY, images, labels, ids)
+    for index in range(len(pairs))
   ]
 
 
@@ -74,62 +99,378 @@ def length_in_ball(threat, before, after):
 # ------------------------------------------------------------------ exactness
 
 
-def test_reaches_the_optimum_of_a_linear_model():
+def test_pgd_reaches_the_optimum_of_a_linear_model():
   # The paper's steps are 2.5 radii long in all. From a random start on the
   # border that turns an l2 perturbation to within some 12 degrees of the best,
   # 0.975 of the optimum; from the centre, or with 5 radii, all the way.
-  six = attacks.six_threats(0.03, 0.1, 0.4, phase='eval')
-  threats = [
-    *six,
-    *(dataclasses.replace(t, random_start=False) for t in six),
-    *(dataclasses.replace(t, step_size=5 * t.eps / t.steps) for t in six),
+  six = attacks.six_threats(0.03, 0.1, 0.4)
+  steps = {'linf': 40, 'l2': 40, 'l1': 100}
+  pairs = [
+    (threat, attacks.pgd(steps[threat.norm], **more(threat)))
+    for more in (
+      lambda threat: {},
+      lambda threat: {'random_start': False},
+      lambda threat: {'step_size': 5 * threat.eps / steps[threat.norm]},
+    )
+    for threat in six
   ]
   images = 0.45 + 0.1 * IMAGES  # So far inside that nothing is clipped.
   labels = LABELS % 2
   two_classes = functools.partial(linear, weights=WEIGHTS[:, :2])
   direction = WEIGHTS[:, 1] - WEIGHTS[:, 0]
   toward_error = (1 - 2 * labels)[:, None] * direction
-  for threat, found in zip(
-    threats, run_each(threats, two_classes, images, labels), strict=True
+  for (threat, attack), found in zip(
+    pairs, run_each(pairs, two_classes, images, labels), strict=True
   ):
     change = np.asarray(found, np.float64) - images
     gain = np.sum(change.reshape(6, -1) * toward_error, axis=1)
     # In an orthonormal space the gradient is the transformed one.
     in_space = spaces.get(threat.space).forward(direction.reshape(SHAPE))
     dual = np.linalg.norm(np.ravel(in_space), DUAL[threat.norm])
-    share = 0.97 if threat in six and threat.norm == 'l2' else 0.99
+    is_default = attack == attacks.pgd(steps[threat.norm])
+    share = 0.97 if is_default and threat.norm == 'l2' else 0.99
     assert (gain >= share * threat.eps * dual).all(), threat
     assert (gain <= (1 + 1e-5) * threat.eps * dual).all(), threat
 
 
-def test_returns_images_and_keeps_the_pixel_ball_when_it_clips():
-  threats = variants(SIX, clip=['end', 'step'])
+def best_in_pixels(slope, image, norm, eps):
+  """max slope @ d in the ball and in [0, 1]: closed forms, in float64."""
+  room = np.where(slope > 0, 1.0 - image, image)
+  size = np.abs(slope).astype(np.float64)
+  if norm == 'linf':
+    return np.sum(size * np.minimum(eps, room))
+  if norm == 'l1':  # The steepest pixels first, as far as they can go.
+    order = np.argsort(-size)
+    left = eps - np.append(0, np.cumsum(room[order])[:-1])
+    return np.sum(size[order] * np.clip(left, 0, room[order]))
+  if np.linalg.norm(room[size > 0]) <= eps:
+    return np.sum(size * room)
+  low, high = 0.0, 1e6
+  for _ in range(200):
+    middle = (low + high) / 2
+    short = np.linalg.norm(np.minimum(middle * size, room)) < eps
+    low, high = (middle, high) if short else (low, middle)
+  return np.sum(size * np.minimum(low * size, room))
+
+
+def best_in_ball_and_box(slope, image, norm, eps):
+  """The same in the DCT, as a linear program."""
+  if norm == 'l2':
+    return best_in_pixels(slope, image, norm, eps)  # A rotated ball is a ball.
+  box = list(zip(-image, 1 - image, strict=True))
+  if norm == 'linf':
+    matrix, limits = np.vstack([DCT_BASIS, -DCT_BASIS]), np.full(128, eps)
+    result = scipy.optimize.linprog(-slope, matrix, limits, bounds=box)
+  else:  # With |basis @ d| <= t, entry by entry, and sum t <= eps.
+    eye, none = np.eye(64), np.zeros((1, 64))
+    matrix = np.block([[DCT_BASIS, -eye], [-DCT_BASIS, -eye], [none, none + 1]])
+    limits = np.append(np.zeros(128), eps)
+    costs = np.append(-slope, np.zeros(64))
+    bounds = [*box, *[(0, None)] * 64]
+    result = scipy.optimize.linprog(costs, matrix, limits, bounds=bounds)
+  assert result.success
+  return -result.fun
+
+
+def gains(found, images):
+  change = np.asarray(found, np.float64) - images
+  return change.reshape(6, 64) @ WEIGHTS[:, 0]
+
+
+@pytest.mark.parametrize('images', [IMAGES, BINARY], ids=['grey', 'binary'])
+def test_apgd_reaches_the_optimum_with_a_box_in_the_way(images):
+  threats = attacks.six_threats(0.3, 1.5, 6.0)
+  pairs = [(threat, attacks.apgd(100, loss='margin')) for threat in threats]
   for threat, found in zip(
-    threats, run_each(threats, curved, IMAGES, LABELS), strict=True
+    threats, run_each(pairs, climbs, images, CLIMB_LABELS), strict=True
   ):
-    assert found.shape == IMAGES.shape
-    assert found.dtype == jnp.float32
-    assert ((found >= 0) & (found <= 1)).all()
-    assert (found != IMAGES).any()
-    if threat.space == 'pixel':  # There, clipping does not leave the ball.
-      length = length_in_ball(threat, IMAGES, found)
-      assert (length <= threat.eps * (1 + 1e-5)).all()
+    for gain, image in zip(
+      gains(found, images), images.reshape(6, 64), strict=True
+    ):
+      optimum = (
+        best_in_pixels if threat.space == 'pixel' else best_in_ball_and_box
+      )(WEIGHTS[:, 0], image, threat.norm, threat.eps)
+      assert gain >= 0.99 * optimum, threat
+      if threat.space == 'pixel':
+        assert gain <= optimum * (1 + 1e-5), threat
+
+
+def test_apgd_reaches_the_optimum_of_a_strict_threat():
+  threats = attacks.six_threats(0.3, 1.5, 4.0, clip='strict')
+  pairs = [
+    (threat, attacks.apgd(100, loss='margin', radii=(1,))) for threat in threats
+  ]
+  for threat, found in zip(
+    threats, run_each(pairs, climbs, BINARY, CLIMB_LABELS), strict=True
+  ):
+    length = length_in_ball(threat, BINARY, found)
+    assert (length <= threat.eps * (1 + 1e-4)).all(), threat
+    for gain, image in zip(
+      gains(found, BINARY), BINARY.reshape(6, 64), strict=True
+    ):
+      optimum = (
+        best_in_pixels if threat.space == 'pixel' else best_in_ball_and_box
+      )(WEIGHTS[:, 0], image, threat.norm, threat.eps)
+      assert gain >= 0.99 * optimum, threat
+      assert gain <= optimum * (1 + 1e-3), threat
+
+
+def test_a_sparse_step_leaves_pixels_that_are_at_an_edge():
+  """Else it would not get further than the few that it takes at once."""
+  threat = attacks.Threat(norm='l1', eps=12.0)
+  attack = attacks.make_attack(
+    threat, attacks.slide(100, loss='margin', random_start=False)
+  )
+  found = run(attack, climbs, BINARY, CLIMB_LABELS)
+  for gain, image in zip(
+    gains(found, BINARY), BINARY.reshape(6, 64), strict=True
+  ):
+    assert gain >= 0.95 * best_in_pixels(WEIGHTS[:, 0], image, 'l1', 12.0)
+
+
+def test_every_iterate_uses_the_whole_radius_in_ball_and_box():
+  """No rescaling after a clip: l2 and l1 end at the border of the ball."""
+  for threat in SIX[1:3]:
+    attack = dataclasses.replace(TRAIN[threat.norm], loss='margin')
+    made = attacks.make_attack(threat, attack)
+    found = run(made, climbs, BINARY, CLIMB_LABELS)
+    length = length_in_ball(threat, BINARY, found)
+    np.testing.assert_allclose(length, threat.eps, rtol=1e-4)
+
+
+# ----------------------------------------------------------------- APGD's rule
+
+
+def apgd_in_numpy(slopes, start, steps, eps, norm):
+  """AutoAttack's loop for the loss -sum((x - c)^2 s), in float64."""
+  centre, curvature = slopes
+
+  def loss_and_gradient(x):
+    away = x - centre
+    return -np.sum(curvature * away**2), -2 * curvature * away
+
+  def project(x):
+    if norm == 'linf':
+      return np.clip(x, -eps, eps)
+    return x * min(1, eps / max(np.linalg.norm(x), 1e-12))
+
+  def direction(gradient):
+    if norm == 'linf':
+      return np.sign(gradient)
+    return gradient / np.linalg.norm(gradient)
+
+  x = old = best = start
+  loss, gradient = loss_and_gradient(x)
+  best_loss, best_gradient, at_check = loss, gradient, loss
+  size, reduced, history = 2 * eps, True, [loss]
+  checkpoints = rules.apgd_checkpoints(steps, norm)
+  last, trace = 0, []
+  for i in range(1, steps + 1):
+    inertia, old = x - old, x
+    share = 0.75 if i > 1 else 1.0
+    step = project(x + size * direction(gradient))
+    x = project(x + share * (step - x) + (1 - share) * inertia)
+    loss, gradient = loss_and_gradient(x)
+    history.append(loss)
+    if loss > best_loss:
+      best, best_loss, best_gradient = x, loss, gradient
+    if i in checkpoints:
+      window = history[last:]
+      rises = np.sum(np.diff(window) > 0)
+      stalls = rises <= 0.75 * (i - last)
+      stalls |= not reduced and at_check >= best_loss
+      if stalls:
+        size, x, gradient = size / 2, best, best_gradient
+      reduced, at_check, last = stalls, best_loss, i
+    trace.append((size, x))
+  return trace
+
+
+@pytest.mark.parametrize('norm', ['linf', 'l2'])
+def test_apgd_follows_autoattacks_loop(norm):
+  rng = np.random.default_rng(3)
+  centre = rng.uniform(-0.6, 0.6, size=6)
+  curvature = np.array([1.0, 30.0, 1.0, 5.0, 1.0, 0.1])
+  start = rng.uniform(-0.3, 0.3, size=6)
+  eps, steps = 0.5, 50
+  expected = apgd_in_numpy((centre, curvature), start, steps, eps, norm)
+
+  ball = geometry.Ball(norms.NORMS[norm])
+  free = jnp.full(6, jnp.inf)
+  domain = geometry.Domain(jnp.zeros(6), -free, free)
+
+  @jax.jit
+  def advance(state, delta, step):
+    away = delta - centre
+    loss, gradient = -jnp.sum(curvature * away**2), -2 * curvature * away
+    point = rules.Point(delta, loss, gradient)
+    return rules.APGD.update(state, point, step, ball, domain)
+
+  with jax.enable_x64(True):
+    planned = rules.plan('apgd', steps=steps, eps=eps, norm=norm, features=6)
+    delta = jnp.asarray(start)
+    state = rules.APGD.init(delta, planned[0])
+    sizes = []
+    for step, (size, x) in zip(
+      planned, [(2 * eps, start), *expected[:-1]], strict=True
+    ):
+      state, delta = advance(state, delta, step)
+      sizes.append(float(state.size))
+      assert float(state.size) == pytest.approx(size)
+      np.testing.assert_allclose(state.previous, x, atol=1e-6)
+  assert len(set(sizes)) >= 4  # It halved more than once.
+
+
+def test_apgd_adapts_its_sparsity_by_hand():
+  """l1: each check sets the support over 1.5; one that shrank starts again."""
+  ball, eps = geometry.Ball(norms.L1), 2.0
+  free = jnp.full(10, jnp.inf)
+  domain = geometry.Domain(jnp.zeros(10), -free, free)
+  planned = rules.plan('apgd', steps=50, eps=eps, norm='l1', features=10)
+  assert [i for i, step in enumerate(planned) if step.checks] == list(
+    range(2, 50, 2)
+  )
+  state = rules.APGD.init(jnp.zeros(10), planned[0])
+  assert (float(state.keep), float(state.support)) == (2.0, 10.0)
+  gradient = jnp.arange(10.0)
+  delta = jnp.zeros(10)
+  expected = [
+    # After the check: size, keep, support.
+    (eps, 2.0, 10.0),
+    (eps, 2.0, 10.0),
+    # The best has 2 of 10 coordinates: it shrank, the step is eps again.
+    (eps, 2 / 1.5, 2.0),
+    (eps, 2 / 1.5, 2.0),
+    # Now it has 2 (those of the first step) as before: the step is smaller.
+    (eps / 1.5, 2 / 1.5, 2.0),
+  ]
+  for i, (size, keep, support) in enumerate(expected):
+    # The loss rises once and then stays: the first step's point is the best.
+    point = rules.Point(delta, jnp.float32(min(i, 1)), gradient)
+    state, delta = rules.APGD.update(state, point, planned[i], ball, domain)
+    found = float(state.size), float(state.keep), float(state.support)
+    assert found == pytest.approx((size, keep, support)), i
+
+
+def test_apgd_restarts_from_its_best_in_the_next_smaller_ball():
+  planned = rules.plan(
+    'apgd', steps=10, eps=0.5, norm='linf', features=3, radii=(3, 2, 1)
+  )
+  assert [float(step.eps) for step in planned] == [1.5] * 2 + [1.0] * 3 + [
+    0.5
+  ] * 5
+  assert [i for i, step in enumerate(planned) if step.renews] == [2, 5]
+  ball = geometry.Ball(norms.LINF)
+  free = jnp.full(3, jnp.inf)
+  domain = geometry.Domain(jnp.zeros(3), -free, free)
+  delta = jnp.array([1.2, -0.4, 0.1])
+  state = rules.APGD.init(delta, planned[0])
+  for i in range(3):  # The first point is the best of its ball.
+    point = rules.Point(delta, jnp.float32(5 - i), jnp.array([1.0, 1.0, -1.0]))
+    state, delta = rules.APGD.update(state, point, planned[i], ball, domain)
+  np.testing.assert_allclose(delta, [1.0, -0.4, 0.1])
+  assert float(state.size) == 2.0  # Twice the new radius.
+  assert float(state.best.loss) == -np.inf
+  assert not state.moved
+
+
+# ------------------------------------------------------------- FAB and Square
+
+
+@pytest.mark.parametrize('norm', ['linf', 'l2', 'l1'])
+@pytest.mark.parametrize('space', ['pixel', 'dct'])
+def test_fab_finds_the_nearest_point_of_a_linear_boundary(norm, space):
+  """Within 1 %, with a box in the way: just above that it fools, not below."""
+  slope = WEIGHTS[:, 0].astype(np.float64)
+  if space == 'pixel':
+    images = IMAGES
+    optimum = best_in_pixels
+  else:  # So far inside that nothing is clipped.
+    images = (0.45 + 0.1 * IMAGES).astype(np.float32)
+
+    def optimum(slope, image, norm, eps):
+      return eps * np.linalg.norm(DCT_BASIS @ slope, DUAL[norm])
+
+  radius = {'linf': 0.2, 'l2': 1.0, 'l1': 4.0}[norm]
+  if space == 'dct':
+    radius /= 10
+  # The boundary of each image is where the ball of that radius just reaches.
+  reach = np.array(
+    [optimum(slope, x, norm, radius) for x in images.reshape(6, 64)]
+  )
+  limits = images.reshape(6, 64) @ slope + reach
+
+  def logits_fn(images, ids):
+    rise = images.reshape(len(images), -1) @ WEIGHTS[:, 0]
+    zero = jnp.zeros_like(rise)
+    return jnp.stack([rise - limits.astype(np.float32), zero, zero - 50], 1)
+
+  fab = attacks.fab(60, targets=2)
+  for scale, fooled in ((1.01, True), (0.99, False)):
+    threat = attacks.Threat(space=space, norm=norm, eps=scale * radius)
+    found = run(
+      attacks.make_attack(threat, fab),
+      functools.partial(logits_fn, ids=None), images, CLIMB_LABELS,
+    )  # fmt: skip
+    answers = logits_fn(found, None).argmax(axis=1)
+    assert ((answers != 1) == fooled).all(), scale
+    assert (length_in_ball(threat, images, found) <= threat.eps * 1.0001).all()
 
 
 @EACH_OF_SIX
-def test_stays_in_its_ball_before_the_clip(threat):
-  switch = attacks.make_switch([threat], details=True)
-  found = jax.jit(functools.partial(switch, curved, 0))(KEY, IMAGES, LABELS)
-  found = found.unclipped
-  assert ((found < 0) | (found > 1)).any()
-  length = length_in_ball(threat, IMAGES, found)
-  assert (length <= threat.eps * (1 + 1e-5)).all()
-  assert (length > threat.eps * 0.9).any()
+def test_square_lowers_the_margin(threat):
+  attack = attacks.make_attack(threat, attacks.square(200))
+  found = run(attack, climbs, IMAGES, CLIMB_LABELS)
+  first = attacks.make_attack(threat, attacks.square(1))
+  start = run(first, climbs, IMAGES, CLIMB_LABELS)
+  assert (gains(found, IMAGES) > gains(start, IMAGES) + 1).all()
+  if threat.space == 'pixel':
+    length = length_in_ball(threat, IMAGES, found)
+    assert (length <= threat.eps * (1 + 1e-5)).all()
+    best = [
+      best_in_pixels(WEIGHTS[:, 0], image, threat.norm, threat.eps)
+      for image in IMAGES.reshape(6, 64)
+    ]
+    share = {'linf': 0.5, 'l2': 0.4, 'l1': 0.3}[threat.norm]
+    assert (gains(found, IMAGES) > share * np.array(best)).all()
 
 
-def test_a_network_hides_outside_of_the_cube_from_a_clip_at_the_end():
-  """As the README says, and that its remedies are some."""
+def test_square_reaches_the_last_row_and_column():
+  """It fools a network that looks at the last pixel only."""
 
+  def logits_fn(images):
+    return jnp.stack([images[:, -1, -1, 0], jnp.full(len(images), 0.6)], axis=1)
+
+  images = np.full((6, *SHAPE), 0.5, np.float32)
+  attack = attacks.make_attack(SIX[0], attacks.square(200))
+  found = run(attack, logits_fn, images, CLIMB_LABELS)
+  assert (logits_fn(found).argmax(axis=1) == 0).all()
+
+
+# --------------------------------------------------------------- the clip rules
+
+
+@EACH_KIND
+@EACH_OF_SIX
+def test_returns_images_in_the_set(threat, kind):
+  found = run(
+    attacks.make_attack(threat, KINDS[kind], details=True), curved, BINARY,
+    LABELS,
+  )  # fmt: skip
+  assert found.images.shape == IMAGES.shape
+  assert found.images.dtype == jnp.float32
+  assert ((found.images >= 0) & (found.images <= 1)).all()
+  assert (found.distance <= threat.eps * (1 + 1e-5)).all()
+  if threat.space == 'pixel':  # There, clipping does not leave the ball.
+    length = length_in_ball(threat, BINARY, found.images)
+    assert (length <= threat.eps * (1 + 1e-5)).all()
+  strict = dataclasses.replace(threat, clip='strict')
+  found = run(attacks.make_attack(strict, KINDS[kind]), curved, BINARY, LABELS)
+  length = length_in_ball(threat, BINARY, found)
+  assert (length <= threat.eps * (1 + 1e-4)).all()
+
+
+def test_a_network_hides_outside_of_the_box_from_a_clip_at_the_end():
   def trap(images):
     # To be fooled, pixels must rise to 0.3 on average. Below 0, falling seems
     # to help more, but is clipped away.
@@ -137,46 +478,53 @@ def test_a_network_hides_outside_of_the_cube_from_a_clip_at_the_end():
     dark = jnp.full(len(images), 0.3)
     return jnp.stack([dark, seen.mean((1, 2, 3))], axis=1)
 
-  def open_trap(images):
-    clipped = jnp.clip(images, 0, 1)
-    return trap(images + jax.lax.stop_gradient(clipped - images))
-
   images, labels = jnp.zeros((4, 8, 8, 1)), jnp.zeros(4, jnp.int32)
-  end = attacks.Threat(norm='linf', eps=0.4, steps=10)
-  step = dataclasses.replace(end, clip='step')
-  for threat, logits_fn, stands in (
-    (end, trap, True),
-    (end, open_trap, False),
-    (step, trap, False),
+  end = attacks.Threat(norm='linf', eps=0.4, clip='end')
+  inside = attacks.Threat(norm='linf', eps=0.4)
+  for threat, attack, stands in (
+    (end, attacks.pgd(10), True),
+    (inside, attacks.pgd(10), False),
+    # The set is the same: only the paper's attacks look outside of [0, 1].
+    (end, attacks.apgd(10), False),
+    (end, attacks.fab(10, targets=1), False),
+    (end, attacks.square(100), False),
   ):
-    attack = attacks.make_attack(threat)
-    found = attack(logits_fn, jax.random.key(0), images, labels)
-    assert ((trap(found).argmax(axis=1) == 0) == stands).all()
+    found = run(attacks.make_attack(threat, attack), trap, images, labels)
+    assert ((trap(found).argmax(axis=1) == 0) == stands).all(), attack
 
 
 def test_attacks_raise_their_loss():
-  threats = variants(SIX, loss=losses.LOSSES)
-  for threat, found in zip(
-    threats, run_each(threats, curved, IMAGES, LABELS), strict=True
-  ):
-    loss = losses.LOSSES[threat.loss]
-    before, after = (loss(curved(x), LABELS) for x in (IMAGES, found))
-    assert after.mean() > before.mean() + 0.5, threat
-
-
-def test_pixel_l2_and_dct_l2_are_one_attack_from_rotated_starts():
-  # The DCT is a rotation, and the l2 ball and the l2 step do not see it.
-  def rotated_start(noise, eps):
-    start = norms.L2.random_start(noise, eps).reshape(SHAPE)
-    return spaces.DCT.forward(start).ravel()
-
-  rotated = dataclasses.replace(norms.L2, random_start=rotated_start)
-  threats = [
-    attacks.Threat(space='pixel', norm='l2', eps=1.0, steps=10),
-    attacks.Threat(space='dct', norm=rotated, eps=1.0, steps=10),
+  pairs = [
+    (threat, dataclasses.replace(TRAIN[threat.norm], loss=loss))
+    for threat in SIX
+    for loss in losses.LOSSES
   ]
-  pixel, dct = run_each(threats, curved, IMAGES, LABELS)
-  np.testing.assert_allclose(pixel, dct, atol=2e-5)
+  for (threat, attack), found in zip(
+    pairs, run_each(pairs, curved, IMAGES, LABELS), strict=True
+  ):
+    before, after = (
+      losses.cross_entropy(curved(x), LABELS) for x in (IMAGES, found)
+    )
+    assert after.mean() > before.mean() + 0.5, (threat, attack.loss)
+
+
+@pytest.mark.parametrize('loss', losses.TARGETED)
+def test_targeted_attacks_reach_their_class(loss):
+  attack = attacks.make_attack(
+    SIX[1], attacks.apgd(10, loss=loss, targets=3, radii=(1,))
+  )
+  order = np.argsort(-curved(IMAGES), axis=1)
+  others = [row[row != y] for row, y in zip(order, LABELS, strict=True)]
+  for rank in range(3):
+    found = run(attack, curved, IMAGES, LABELS, start=rank)
+    logits = np.asarray(curved(found))
+    before = np.asarray(curved(IMAGES))
+    for i, row in enumerate(others):
+      gap = logits[i, row[rank]] - logits[i, LABELS[i]]
+      assert gap > before[i, row[rank]] - before[i, LABELS[i]]
+
+
+# ---------------------------------------------------------- degenerate networks
 
 
 DEGENERATE = {
@@ -191,23 +539,53 @@ DEGENERATE = {
 
 @pytest.mark.parametrize('name', DEGENERATE)
 def test_degenerate_models_give_images(name):
-  threats = variants(SIX, loss=losses.LOSSES)
-  for found in run_each(threats, DEGENERATE[name], IMAGES, LABELS):
+  pairs = [
+    (threat, attack)
+    for threat in SIX
+    for attack in (
+      *(attacks.pgd(3, loss=loss) for loss in losses.LOSSES),
+      attacks.apgd(6),
+      attacks.apgd(6, loss='dlr', targets=1),
+    )
+  ]
+  for found in run_each(pairs, DEGENERATE[name], IMAGES, LABELS):
     assert ((found >= 0) & (found <= 1)).all()
-  attack = attacks.make_attack(threats[0], restarts=2)
-  found = run(attack, DEGENERATE[name], KEY, IMAGES, LABELS)
-  assert ((found >= 0) & (found <= 1)).all()
+  for threat in SIX:
+    for attack in (KINDS['fab'], KINDS['square']):
+      made = attacks.make_attack(threat, attack)
+      found = run(made, DEGENERATE[name], IMAGES, LABELS)
+      assert ((found >= 0) & (found <= 1)).all()
+
+
+def test_a_network_that_answers_nan_is_fooled():
+  """Where a pixel is above 0.6, and only there."""
+
+  def logits_fn(images):
+    rise = jnp.max(images, axis=(1, 2, 3))
+    rise = jnp.where(rise > 0.6, jnp.nan, rise)
+    return jnp.stack([rise, jnp.full_like(rise, 9.0)], axis=1)
+
+  images = np.full((6, *SHAPE), 0.5, np.float32)
+  for attack in (*KINDS.values(), attacks.pgd(5, restarts=2)):
+    if attack in (KINDS['pgd'], KINDS['slide']):
+      continue  # Their last iterate is the result, whatever it does.
+    made = attacks.make_attack(SIX[0], attack)
+    found = run(made, logits_fn, images, CLIMB_LABELS)
+    assert jnp.isnan(logits_fn(found)).any(axis=1).all(), attack
 
 
 def test_a_tiny_gradient_is_as_good_as_any():
-  threats = variants(SIX, loss=['margin'])
-  plain = run_each(threats, linear, IMAGES, LABELS)
-  tiny = run_each(threats, DEGENERATE['tiny'], IMAGES, LABELS)
+  pairs = [
+    (threat, dataclasses.replace(attack, loss='margin'))
+    for threat, attack in PAIRS
+  ]
+  plain = run_each(pairs, linear, IMAGES, LABELS)
+  tiny = run_each(pairs, DEGENERATE['tiny'], IMAGES, LABELS)
   for expected, found in zip(plain, tiny, strict=True):
     np.testing.assert_allclose(expected, found, atol=1e-5)
 
 
-# -------------------------------------------------------------- user's spaces
+# ------------------------------------------------ spaces, classes and shapes
 
 
 def own_rotation():
@@ -217,6 +595,7 @@ def own_rotation():
     'rotation',
     lambda image: matrix @ image.ravel(),
     lambda coefficients: (matrix.T @ coefficients).reshape(SHAPE),
+    orthonormal=True,
   )
 
 
@@ -237,103 +616,153 @@ def own_frame():
 OWN = {s.name: s for s in (own_rotation(), own_curve(), own_frame())}
 
 
-def test_a_space_of_ones_own():
-  threats = [
-    attacks.Threat(space=space, norm=norm, eps=eps, steps=10)
-    for space in ('pixel', *OWN.values())
-    for norm, eps in (('linf', 0.05), ('l2', 0.25), ('l1', 0.12))
-  ]
+@pytest.mark.parametrize('name', OWN)
+def test_a_space_of_ones_own(name):
   images = 0.3 + 0.4 * IMAGES  # Where nothing is clipped.
   before = losses.cross_entropy(curved(images), LABELS).mean()
-  for threat, found in zip(
-    threats, run_each(threats, curved, images, LABELS), strict=True
+  for norm, eps in (('linf', 0.05), ('l2', 0.25), ('l1', 0.12)):
+    threat = attacks.Threat(space=OWN[name], norm=norm, eps=eps)
+    for kind, attack in KINDS.items():
+      made = attacks.make_attack(threat, attack)
+      found = run(made, curved, images, LABELS)
+      after = losses.cross_entropy(curved(found), LABELS).mean()
+      if kind != 'fab':  # It returns the image where none is near enough.
+        assert after > before, (norm, kind)
+      assert ((found > 0) & (found < 1)).all()
+      if name != 'frame':  # Not one to one.
+        length = length_in_ball(threat, images, found)
+        assert (length <= eps * (1 + 1e-4)).all(), (norm, kind)
+
+
+def test_a_switch_over_spaces_of_different_sizes():
+  pairs = [
+    (attacks.Threat(space=space, norm='l2', eps=0.25), attacks.pgd(5))
+    for space in ('pixel', OWN['frame'], 'dct', OWN['rotation'])
+  ]
+  for pair, found in zip(
+    pairs, run_each(pairs, curved, IMAGES, LABELS), strict=True
   ):
-    after = losses.cross_entropy(curved(found), LABELS).mean()
-    assert after > before + 0.05, threat.name
-    assert ((found > 0) & (found < 1)).all(), threat.name
-    if not threat.name.startswith('frame'):  # Not one to one.
-      length = length_in_ball(threat, images, found)
-      assert (length <= threat.eps * (1 + 1e-4)).all(), threat.name
-    # Coefficients of another length do not disturb their neighbours.
-    alone = run(attacks.make_attack(threat), curved, KEY, images, LABELS)
-    if threat.name.startswith('frame'):
-      np.testing.assert_allclose(found, alone, atol=1e-5)
+    alone = run(attacks.make_attack(*pair), curved, IMAGES, LABELS)
+    np.testing.assert_allclose(found, alone, atol=1e-5)
+
+
+@pytest.mark.parametrize('classes', [2, 3])
+@pytest.mark.parametrize('shape', [(6, 10, 1), (10, 6, 3)])
+@EACH_KIND
+def test_few_classes_channels_and_sizes_that_are_not_square(
+  classes, shape, kind
+):
+  rng = np.random.default_rng(1)
+  images = rng.uniform(size=(4, *shape)).astype(np.float32)
+  weights = rng.normal(size=(images[0].size, classes)).astype(np.float32)
+  logits_fn = functools.partial(linear, weights=weights)
+  labels = np.argmax(logits_fn(images), axis=1).astype(np.int32)
+  names = ['pixel', 'dct', 'block_dct', 'haar', *['colour'] * (shape[2] == 3)]
+  for space in names:
+    for norm, eps in (('linf', 0.3), ('l2', 2.0), ('l1', 10.0)):
+      threat = attacks.Threat(space=space, norm=norm, eps=eps)
+      attack = attacks.make_attack(threat, KINDS[kind])
+      found = run(attack, logits_fn, images, labels)
+      before, after = (
+        losses.margin(logits_fn(x), labels) for x in (images, found)
+      )
+      assert (after > before - 1e-5).all(), (space, norm)
+      assert after.mean() > before.mean(), (space, norm)
 
 
 # ------------------------------------------------------------------- contract
 
 
 def test_six_threats_are_the_papers():
-  for phase, pgd, slide, percentile in (
-    ('train', 10, 20, 95.0),
-    ('eval', 40, 100, 99.0),
-  ):
-    expected = [
-      (space, norm, eps, slide if norm == 'l1' else pgd)
-      for space in ('pixel', 'dct')
-      for norm, eps in (('linf', 0.4), ('l2', 1.0), ('l1', 5.0))
-    ]
-    six = attacks.six_threats(0.4, 1.0, 5.0, phase=phase)
-    assert [(t.space, t.norm, t.eps, t.steps) for t in six] == expected
-    assert {t.percentile for t in six} == {percentile}
-    assert {t.step_size for t in six} == {None}
+  expected = [
+    (space, norm, eps, 'inside', f'{space}_{norm}')
+    for space in ('pixel', 'dct')
+    for norm, eps in (('linf', 0.4), ('l2', 1.0), ('l1', 5.0))
+  ]
+  six = attacks.six_threats(linf=0.4, l2=1.0, l1=5.0)
+  assert [(t.space, t.norm, t.eps, t.clip, t.name) for t in six] == expected
+
+
+def test_a_threat_has_a_name_of_its_own_and_can_be_written_down():
+  threat = attacks.Threat(space=OWN['gamma'], norm='l2', eps=0.5, name='wide')
+  assert threat.name == 'wide'
+  written = json.loads(json.dumps(threat.to_dict()))
+  assert written == {
+    'space': 'gamma',
+    'norm': 'l2',
+    'eps': 0.5,
+    'clip': 'inside',
+    'name': 'wide',
+  }
+  plain = attacks.Threat(space='dct', norm='l1', eps=1.0)
+  assert attacks.Threat(**plain.to_dict()) == plain
 
 
 def test_default_step_size_is_two_and_a_half_radii_over_all_steps():
-  threat = attacks.Threat(norm='linf', eps=0.3, steps=10)
-  explicit = dataclasses.replace(threat, step_size=2.5 * 0.3 / 10)
+  explicit = attacks.pgd(10, step_size=2.5 * SIX[0].eps / 10)
   found = [
-    run(attacks.make_attack(t), curved, KEY, IMAGES, LABELS)
-    for t in (threat, explicit)
+    run(attacks.make_attack(SIX[0], attack), curved, IMAGES, LABELS)
+    for attack in (attacks.pgd(10), explicit)
   ]
   assert (found[0] == found[1]).all()
 
 
 def test_switch_does_what_the_attacks_do():
-  threats = [*SIX, dataclasses.replace(SIX[1], loss='margin', clip='step')]
-  switch = attacks.make_switch(threats)
-  for index, found in enumerate(run_each(threats, curved, IMAGES, LABELS)):
-    attack = attacks.make_attack(threats[index])
-    expected = run(attack, curved, KEY, IMAGES, LABELS)
+  more = [
+    (SIX[1], attacks.pgd(7, loss='margin')),
+    (dataclasses.replace(SIX[0], clip='end'), attacks.pgd(10)),
+    (SIX[2], attacks.apgd(12)),
+    (SIX[3], attacks.apgd(9, loss='dlr', targets=2)),
+    (SIX[0], attacks.fab(5, targets=2)),
+    (SIX[5], attacks.square(20)),
+  ]
+  pairs = [*PAIRS, *more]
+  switch = attacks.make_switch(pairs)
+  for index, found in enumerate(run_each(pairs, curved, IMAGES, LABELS)):
+    expected = run(attacks.make_attack(*pairs[index]), curved, IMAGES, LABELS)
     np.testing.assert_allclose(found, expected, atol=1e-5)
   concrete = switch(curved, index, KEY, IMAGES, LABELS)
   np.testing.assert_allclose(concrete, expected, atol=1e-5)
 
 
+def test_switch_takes_threats_with_one_attack_or_one_for_each():
+  expected = run_each(PAIRS, curved, IMAGES, LABELS)[2]
+  switch = attacks.make_switch(SIX, [attack for _, attack in PAIRS])
+  found = switch(curved, 2, KEY, IMAGES, LABELS)
+  np.testing.assert_allclose(found, expected, atol=1e-5)
+  switch = attacks.make_switch(SIX, PAIRS[2][1])
+  found = switch(curved, 2, KEY, IMAGES, LABELS)
+  np.testing.assert_allclose(found, expected, atol=1e-5)
+
+
+@pytest.mark.parametrize('attack', [attacks.pgd(10), attacks.apgd(10)])
 @pytest.mark.parametrize('count', [1, 6, 24])
-def test_switch_holds_one_gradient_however_many_threats(count):
+def test_switch_holds_one_gradient_however_many_threats(count, attack):
   threats = [
     dataclasses.replace(threat, eps=threat.eps * scale)
     for scale in (0.5, 1.0, 1.5, 2.0)
     for threat in SIX
   ]
-  calls = []
-
-  def counting(images):
-    calls.append(images)
-    return curved(images)
-
-  switch = attacks.make_switch(threats[:count])
-  program = jax.jit(functools.partial(switch, counting)).lower(
+  switch = attacks.make_switch(threats[:count], attack)
+  program = jax.jit(functools.partial(switch, curved)).lower(
     jnp.int32(0), KEY, IMAGES, LABELS
   )
-  assert len(calls) == 1
-  # The matmul with the network's weights: once forward, once back.
-  assert program.as_text().count('tensor<64x5xf32>) ->') == 2
+  # The matmul with the network's weights: once forward, once back; and once
+  # more forward for the last iterate of APGD.
+  forward = 2 if attack.stops_early else 1
+  text = program.as_text()
+  assert text.count('tensor<64x5xf32>) ->') == forward + 1
 
 
 def test_restarts_keep_the_highest_loss():
   threat = SIX[0]
-  attack = attacks.make_attack(threat)
 
-  def loss(images):
-    return np.asarray(losses.cross_entropy(curved(images), LABELS))
+  def loss(restarts):
+    attack = attacks.make_attack(threat, attacks.pgd(10, restarts=restarts))
+    found = run(attack, curved, IMAGES, LABELS)
+    return np.asarray(losses.cross_entropy(curved(found), LABELS))
 
-  found = {
-    n: loss(run(attacks.make_attack(threat, n), curved, KEY, IMAGES, LABELS))
-    for n in (1, 2, 5)
-  }
-  assert (found[1] == loss(run(attack, curved, KEY, IMAGES, LABELS))).all()
+  found = {n: loss(n) for n in (1, 2, 5)}
   assert (found[2] >= found[1] - 1e-6).all()
   assert (found[5] >= found[2] - 1e-6).all()
   assert (found[5] > found[1] + 1e-3).any()
@@ -345,72 +774,148 @@ def test_restarts_keep_one_that_fools_before_one_with_a_higher_loss():
     return jnp.where(is_bright, jnp.array([0, 0.2, -9]), jnp.array([0.1, 0, 0]))
 
   images, labels = jnp.full((6, *SHAPE), 0.5), jnp.zeros(6, jnp.int32)
-  attack = attacks.make_attack(SIX[0], restarts=8)
-  found = logits_fn(run(attack, logits_fn, KEY, images, labels))
+  attack = attacks.make_attack(SIX[0], attacks.pgd(10, restarts=8))
+  found = logits_fn(run(attack, logits_fn, images, labels))
   assert (found.argmax(axis=1) == 1).all()
   higher = losses.cross_entropy(logits_fn(0.9 * images), labels)
   assert (losses.cross_entropy(found, labels) < higher).all()
 
 
+def test_a_start_is_one_of_the_restarts():
+  attack = attacks.pgd(10, restarts=3)
+  for threat in (SIX[0], SIX[5]):
+    made = attacks.make_attack(threat, attack)
+    found = [run(made, curved, IMAGES, LABELS, start=i) for i in range(3)]
+    loss = np.array(
+      [losses.cross_entropy(curved(images), LABELS) for images in found]
+    )
+    assert len(np.unique(loss[:, 0])) == 3
+    best = run(made, curved, IMAGES, LABELS)
+    np.testing.assert_allclose(
+      losses.cross_entropy(curved(best), LABELS), loss.max(axis=0), rtol=1e-5
+    )
+    # Beyond the restarts there are more.
+    further = run(made, curved, IMAGES, LABELS, start=jnp.int32(7))
+    assert np.abs(further - found[0]).max() > 1e-3
+
+
+@pytest.mark.parametrize(
+  'attack',
+  [
+    attacks.apgd(6, restarts=2),
+    attacks.fab(5, targets=2, restarts=2),
+    attacks.square(10, restarts=3),
+  ],
+  ids=lambda attack: type(attack).__name__,
+)
+def test_all_tries_together_find_what_any_of_them_finds(attack):
+  threat = attacks.Threat(norm='l2', eps=0.4)
+  made = attacks.make_attack(threat, attack)
+  fooled = [
+    run(made, curved, IMAGES, LABELS, start=jnp.int32(i))
+    for i in range(attack.tries)
+  ]
+  fooled = np.array([curved(x).argmax(1) != LABELS for x in fooled]).any(axis=0)
+  together = curved(run(made, curved, IMAGES, LABELS)).argmax(1) != LABELS
+  assert (together == fooled).all()
+
+
 def test_memory_does_not_grow_with_restarts():
   def memory(restarts):
-    attack = attacks.make_attack(SIX[0], restarts)
-    program = run.lower(attack, curved, KEY, IMAGES, LABELS).compile()
-    return program.memory_analysis().temp_size_in_bytes
+    attack = attacks.make_attack(SIX[0], attacks.pgd(10, restarts=restarts))
+    program = jax.jit(functools.partial(attack, curved)).lower(
+      KEY, IMAGES, LABELS
+    )
+    return program.compile().memory_analysis().temp_size_in_bytes
 
   assert memory(50) == memory(2)
+
+
+@pytest.mark.parametrize(
+  'attack',
+  [
+    attacks.apgd(50, radii=(1,)),
+    attacks.fab(50, targets=1),
+    attacks.square(50),
+  ],
+  ids=lambda attack: type(attack).__name__,
+)
+def test_a_batch_that_is_fooled_is_left_alone(attack):
+  calls = []
+
+  def logits_fn(images):
+    jax.debug.callback(lambda: calls.append(1))
+    return linear(images)
+
+  wrong = (np.argmax(linear(IMAGES), axis=1).astype(np.int32) + 1) % 5
+  made = attacks.make_attack(SIX[0], attack)
+  jax.block_until_ready(run(made, logits_fn, IMAGES, wrong))
+  jax.effects_barrier()
+  assert 1 <= len(calls) <= 5
 
 
 def test_same_success_at_any_batch_size_place_and_padding(trained, digits):
   (images, labels), _ = digits
   images, labels, ids = images[:128], labels[:128], np.arange(1000, 1128)
-  threats = attacks.six_threats(0.1, 1.0, 8.0)
-  attack = jax.jit(functools.partial(attacks.make_switch(threats), trained))
+  six = attacks.six_threats(0.1, 1.0, 8.0)
+  pairs = [
+    *((threat, TRAIN[threat.norm]) for threat in six),
+    *((threat, attacks.apgd(10)) for threat in six),
+    (six[1], attacks.apgd(10, loss='dlr', targets=2)),
+    *((threat, attacks.fab(5, targets=1)) for threat in six),
+    *((threat, attacks.square(30)) for threat in six),
+  ]
+  attack = jax.jit(functools.partial(attacks.make_switch(pairs), trained))
+  answer = jax.jit(trained)
 
   def success(rows):
-    """Who is fooled, [threat, row]."""
+    """Who is fooled, [pair, row]."""
     return np.stack(
       [
-        trained(
+        answer(
           attack(jnp.int32(index), KEY, images[rows], labels[rows], ids[rows])
         ).argmax(-1)
         != labels[rows]
-        for index in range(6)
+        for index in range(len(pairs))
       ]
     )
 
   together = success(np.arange(128))
-  assert (together.mean(1) > 0.1).all()
+  assert (together.mean(1)[:13] > 0.1).all()
   assert (together.mean(1) < 1).all()
   shuffled = RNG.permutation(128)
   assert (success(shuffled) == together[:, shuffled]).all()
   padded = success(np.arange(128) % 100)
   assert (padded[:, :100] == together[:, :100]).all()
-  for start in range(0, 126, 7):
+  for start in (0, 7, 119):
     rows = np.arange(start, start + 7)
     assert (success(rows) == together[:, rows]).all()
-  for row in range(16):
+  for row in range(3):
     assert (success(np.array([row])) == together[:, [row]]).all()
 
 
 def test_gradients_do_not_flow_through_the_attack():
-  for restarts in (1, 2):
-    attack = attacks.make_attack(SIX[4], restarts)
+  for threat, attack in (
+    (SIX[4], attacks.pgd(5, restarts=2)),
+    *((SIX[0], attack) for attack in KINDS.values()),
+  ):
+    made = attacks.make_attack(threat, attack)
 
-    def robust_loss(weights, frozen=None, attack=attack):
+    def robust_loss(weights, frozen=None, made=made):
       logits_fn = functools.partial(curved, weights=weights)
       found = frozen
       if frozen is None:
-        found = attack(logits_fn, KEY, IMAGES, LABELS)
+        found = made(logits_fn, KEY, IMAGES, LABELS)
       return losses.cross_entropy(logits_fn(found), LABELS).mean()
 
-    frozen = attack(curved, KEY, IMAGES, LABELS)
+    frozen = made(curved, KEY, IMAGES, LABELS)
     found = jax.jit(jax.grad(robust_loss))(WEIGHTS)
     expected = jax.jit(jax.grad(robust_loss))(WEIGHTS, frozen)
     np.testing.assert_allclose(found, expected, rtol=1e-3, atol=1e-4)
 
   def of_images(images):
-    return jnp.sum(attacks.make_attack(SIX[0])(curved, KEY, images, LABELS))
+    attack = attacks.make_attack(SIX[0], attacks.pgd(5))
+    return jnp.sum(attack(curved, KEY, images, LABELS))
 
   assert (jax.grad(of_images)(jnp.asarray(IMAGES)) == 0).all()
 
@@ -452,7 +957,7 @@ FRAMEWORKS = {
 @pytest.mark.parametrize('framework', FRAMEWORKS)
 def test_works_with_any_framework_jitted_vmapped_and_sharded(framework):
   logits_fn = FRAMEWORKS[framework]()
-  attack = functools.partial(attacks.make_attack(SIX[5]), logits_fn)
+  attack = functools.partial(attacks.make_attack(*PAIRS[5]), logits_fn)
   expected = attack(KEY, IMAGES, LABELS)
   jitted = jax.jit(attack)
   np.testing.assert_allclose(jitted(KEY, IMAGES, LABELS), expected, atol=1e-5)
@@ -476,7 +981,7 @@ def test_works_with_any_framework_jitted_vmapped_and_sharded(framework):
 
 def test_an_nnx_model_that_learned_is_attacked_as_it_is_now():
   model = NNX(nnx.Rngs(0))
-  attack = attacks.make_attack(SIX[0])
+  attack = attacks.make_attack(*PAIRS[0])
   before = attack(model, KEY, IMAGES, LABELS)
   model.dense.kernel[...] = -model.dense.kernel[...]
   after = attack(model, KEY, IMAGES, LABELS)
@@ -501,8 +1006,11 @@ print(sorted(loaded - {'jax'}), 'absl.flags' in sys.modules)
 def test_works_in_double_precision_mode():
   with jax.enable_x64(True):
     images = jnp.asarray(IMAGES, jnp.float32)
-    for threat in SIX:
-      attack = attacks.make_attack(threat, restarts=2)
+    for threat, attack in (
+      *PAIRS,
+      *((SIX[2], attack) for attack in KINDS.values()),
+    ):
+      attack = attacks.make_attack(threat, attack)
       found = attack(linear, jax.random.key(0), images, LABELS, scale=0.5)
       assert found.dtype == jnp.float32
 
@@ -517,37 +1025,41 @@ def test_a_half_precision_network_is_climbed_in_single_precision():
   def half(images):
     return linear(images).astype(jnp.bfloat16)
 
-  found = run(attacks.make_attack(SIX[1]), half, KEY, IMAGES, LABELS)
-  full = run(attacks.make_attack(SIX[1]), linear, KEY, IMAGES, LABELS)
+  attack = attacks.make_attack(*PAIRS[1])
+  found = run(attack, half, IMAGES, LABELS)
+  full = run(attack, linear, IMAGES, LABELS)
   np.testing.assert_allclose(found, full, atol=0.02)
 
 
 @pytest.mark.parametrize('impl', ['threefry2x32', 'rbg', 'unsafe_rbg'])
 def test_ids_hold_for_every_generator(impl):
   key = jax.random.key(0, impl=impl)
-  attack = attacks.make_attack(SIX[0])
+  attack = attacks.make_attack(*PAIRS[0])
   ids = np.arange(6)
-  together = run(attack, curved, key, IMAGES, LABELS, ids)
-  backwards = run(attack, curved, key, IMAGES[::-1], LABELS[::-1], ids[::-1])
+  together = run(attack, curved, IMAGES, LABELS, ids, key)
+  backwards = run(attack, curved, IMAGES[::-1], LABELS[::-1], ids[::-1], key)
   np.testing.assert_allclose(together, backwards[::-1], atol=1e-6)
-  alone = run(attack, curved, key, IMAGES[2:3], LABELS[2:3], ids[2:3])
+  alone = run(attack, curved, IMAGES[2:3], LABELS[2:3], ids[2:3], key)
   np.testing.assert_allclose(together[2:3], alone, atol=1e-6)
 
 
 def test_arrays_closed_over_inside_jit():
   images, labels = jnp.asarray(IMAGES), jnp.asarray(LABELS)
-  switch = attacks.make_switch(SIX)
+  switch = attacks.make_switch(PAIRS)
   found = jax.jit(lambda k: switch(linear, jnp.int32(1), k, images, labels))(
     KEY
   )
-  expected = run(attacks.make_attack(SIX[1]), linear, KEY, IMAGES, LABELS)
+  expected = run(attacks.make_attack(*PAIRS[1]), linear, IMAGES, LABELS)
   np.testing.assert_allclose(found, expected, atol=1e-5)
 
 
 def test_works_inside_shard_map():
   mesh = jax.make_mesh((2,), ('data',), (jax.sharding.AxisType.Auto,))
-  for threat in SIX[:3]:
-    attack = functools.partial(attacks.make_attack(threat, 2), linear)
+  for threat, attack in (
+    *((threat, attacks.pgd(5, restarts=2)) for threat in SIX[:3]),
+    *((SIX[1], attack) for attack in KINDS.values()),
+  ):
+    attack = functools.partial(attacks.make_attack(threat, attack), linear)
     sharded = jax.shard_map(
       attack,
       mesh=mesh,
@@ -561,29 +1073,32 @@ def test_works_inside_shard_map():
 
 
 def test_scale_multiplies_the_radius_and_the_step():
-  for threat in SIX:
+  for threat, attack in (
+    *PAIRS,
+    *((SIX[1], attack) for attack in KINDS.values()),
+  ):
     half = dataclasses.replace(threat, eps=threat.eps / 2)
-    attack = attacks.make_attack(threat)
-    found = attack(linear, KEY, IMAGES, LABELS, scale=0.5)
-    expected = attacks.make_attack(half)(linear, KEY, IMAGES, LABELS)
+    made = attacks.make_attack(threat, attack)
+    found = run(made, linear, IMAGES, LABELS, scale=0.5)
+    expected = run(attacks.make_attack(half, attack), linear, IMAGES, LABELS)
     np.testing.assert_allclose(found, expected, atol=1e-5)
-    none = attack(linear, KEY, IMAGES, LABELS, scale=0.0)
+    none = run(made, linear, IMAGES, LABELS, scale=0.0)
     np.testing.assert_allclose(none, IMAGES, atol=1e-6)
 
 
 # ------------------------------------------------------------------ bad input
 
 
-GOOD = {'space': 'dct', 'norm': 'l2', 'eps': 0.3, 'steps': 10}
+GOOD = {'space': 'dct', 'norm': 'l2', 'eps': 0.3}
 
 
 @pytest.mark.parametrize(
   ('field', 'value', 'allowed'),
   [
-    ('space', 'wavelet', "'dct', 'pixel'"),
-    ('space', None, "'dct', 'pixel'"),
-    ('norm', 'l3', "'l1', 'l2', 'linf'"),
-    ('norm', 2, "'l1', 'l2', 'linf'"),
+    ('space', 'wavelet', "'dct', 'haar', 'pixel'"),
+    ('space', None, "'dct', 'haar', 'pixel'"),
+    ('norm', 'l3', "'linf', 'l2', 'l1'"),
+    ('norm', 2, "'linf', 'l2', 'l1'"),
     ('eps', 0, 'finite number > 0'),
     ('eps', -0.1, 'finite number > 0'),
     ('eps', float('nan'), 'finite number > 0'),
@@ -591,16 +1106,8 @@ GOOD = {'space': 'dct', 'norm': 'l2', 'eps': 0.3, 'steps': 10}
     ('eps', '0.3', 'finite number > 0'),
     ('eps', 10**39, 'finite number > 0'),
     ('eps', 1e-50, 'finite number > 0'),
-    ('steps', 0, 'integer >= 1'),
-    ('steps', 2.5, 'integer >= 1'),
-    ('steps', True, 'integer >= 1'),
-    ('step_size', 0.0, 'finite number > 0'),
-    ('step_size', -1.0, 'finite number > 0'),
-    ('percentile', 100.0, r'\[0, 100\)'),
-    ('percentile', -1, r'\[0, 100\)'),
-    ('random_start', 1, 'True or False'),
-    ('clip', 'never', "'end', 'step' or 'strict'"),
-    ('loss', 'mse', "'ce' or 'margin'"),
+    ('clip', 'step', "'inside', 'strict', 'end'"),
+    ('name', 3, 'string'),
   ],
 )
 def test_bad_threats_are_refused(field, value, allowed):
@@ -608,8 +1115,58 @@ def test_bad_threats_are_refused(field, value, allowed):
     attacks.Threat(**(GOOD | {field: value}))
 
 
-def test_threats_are_hashable_and_frozen():
+@pytest.mark.parametrize(
+  ('make', 'field', 'value', 'allowed'),
+  [
+    (attacks.pgd, 'steps', 0, 'integer >= 1'),
+    (attacks.pgd, 'steps', 2.5, 'integer >= 1'),
+    (attacks.pgd, 'steps', True, 'integer >= 1'),
+    (attacks.pgd, 'step_size', 0.0, 'finite number > 0'),
+    (attacks.pgd, 'step_size', -1.0, 'finite number > 0'),
+    (attacks.slide, 'percentile', 100.0, r'\[0, 100\)'),
+    (attacks.slide, 'percentile', -1, r'\[0, 100\)'),
+    (attacks.pgd, 'random_start', 1, 'True or False'),
+    (attacks.pgd, 'restarts', 0, 'integer >= 1'),
+    (attacks.pgd, 'loss', 'mse', "'ce', 'margin', 'dlr'"),
+    (attacks.pgd, 'radii', (), 'last is 1'),
+    (attacks.apgd, 'radii', (1, 2), 'last is 1'),
+    (attacks.apgd, 'radii', (0.5, 1), 'numbers >= 1'),
+    (attacks.apgd, 'targets', -1, 'integer >= 0'),
+    (attacks.fab, 'targets', 0, 'integer >= 1'),
+    (attacks.fab, 'steps', 0, 'integer >= 1'),
+    (attacks.square, 'queries', 0, 'integer >= 1'),
+    (attacks.square, 'restarts', 1.5, 'integer >= 1'),
+  ],
+)
+def test_bad_attacks_are_refused(make, field, value, allowed):
+  shown = re.escape(repr(value))
+  with pytest.raises(ValueError, match=f'{field}={shown}.*{allowed}'):
+    make(**{field: value})
+
+
+def test_other_refusals():
+  with pytest.raises(ValueError, match=r'restarts=2.*every start is the same'):
+    attacks.pgd(10, random_start=False, restarts=2)
+  with pytest.raises(ValueError, match=r"'strict'.*orthonormal.*'gamma'"):
+    attacks.Threat(space=OWN['gamma'], norm='l2', eps=1.0, clip='strict')
+  with pytest.raises(ValueError, match=r'threats=.*at least one'):
+    attacks.make_switch([])
+  with pytest.raises(ValueError, match=r"'pixel_linf'.*must be a Threat"):
+    attacks.make_switch(['pixel_linf'], attacks.pgd(10))
+  with pytest.raises(ValueError, match=r'Threat.*attacks\.pgd'):
+    attacks.make_switch(SIX)
+  with pytest.raises(ValueError, match=r'attacks has 2 .* 6 threats'):
+    attacks.make_switch(SIX, [attacks.pgd(10)] * 2)
+  with pytest.raises(ValueError, match=r"'pgd'.*attacks\.pgd"):
+    attacks.make_attack(SIX[0], 'pgd')
+  for attack in (attacks.fab(5), attacks.apgd(5, loss='dlr', targets=9)):
+    with pytest.raises(ValueError, match=r'targets=9.*at most 4.*5 classes'):
+      attacks.make_attack(SIX[0], attack)(linear, KEY, IMAGES, LABELS)
+
+
+def test_threats_and_attacks_are_hashable_and_frozen():
   assert len({attacks.Threat(**GOOD), attacks.Threat(**GOOD)}) == 1
+  assert len({attacks.apgd(radii=[2, 1]), attacks.apgd(radii=(2, 1))}) == 1
   with pytest.raises(dataclasses.FrozenInstanceError):
     attacks.Threat(**GOOD).eps = 1.0
 
@@ -620,6 +1177,10 @@ def test_threats_are_hashable_and_frozen():
     ({'images': IMAGES[0]}, r'images are float32 \[8, 8, 1\].*float32 \[B, H'),
     ({'images': (IMAGES * 255).astype(np.uint8)}, 'images are uint8'),
     ({'images': IMAGES.astype(np.float16)}, 'images are float16'),
+    (
+      {'images': IMAGES.transpose(0, 3, 1, 2)},
+      r'\[6, 1, 8, 8\].*looks like \[B, C, H, W\]',
+    ),
     ({'images': 2 * IMAGES - 1}, r'images lie in \[-.*Normalise inside'),
     ({'images': IMAGES * np.nan}, r'images lie in \[nan'),
     ({'labels': LABELS[:3]}, r'labels are int32 \[3\].*B=6'),
@@ -634,26 +1195,35 @@ def test_threats_are_hashable_and_frozen():
     ({'labels': LABELS + 5}, r'labels lie in \[.*must lie in \[0, 5\)'),
     ({'scale': -1.0}, r'scale=-1.0.*finite number >= 0'),
     ({'scale': np.ones(6)}, r'scale=.*one finite number'),
+    ({'key': 0}, r'key=0 .*jax\.random\.key'),
+    ({'key': np.zeros(3, np.uint32)}, r'key=.*jax\.random\.key'),
+    ({'start': 0.5}, r'start=0\.5.*integer'),
+    ({'start': -1}, r'start=-1'),
   ],
 )
 def test_bad_batches_are_refused(change, message):
-  good = {'logits_fn': linear, 'images': IMAGES, 'labels': LABELS}
-  with pytest.raises(ValueError, match=message):
-    attacks.make_attack(SIX[0])(**(good | change), key=KEY)
-  if (
-    'lie in' not in message and 'scale=-1' not in message
-  ):  # Shapes and types are known when traced, too.
-    logits_fn = change.get('logits_fn', linear)
-    arrays = {k: v for k, v in (good | change).items() if k != 'logits_fn'}
-    attack = functools.partial(attacks.make_attack(SIX[0]), logits_fn)
+  good = {'logits_fn': linear, 'images': IMAGES, 'labels': LABELS, 'key': KEY}
+  for kind in ('pgd', 'fab', 'square'):
+    attack = attacks.make_attack(SIX[0], KINDS[kind])
     with pytest.raises(ValueError, match=message):
-      jax.jit(attack)(key=KEY, **arrays)
+      attack(**(good | change))
+  if (
+    'lie in' in message or 'scale=-1' in message or 'key=0' in message
+    or 'start=-1' in message
+  ):  # fmt: skip
+    return  # Values are not known when traced.
+  logits_fn = change.get('logits_fn', linear)
+  arrays = {k: v for k, v in (good | change).items() if k != 'logits_fn'}
+  if 'logits_fn' not in change and 'lie in' not in message:
+    attack = functools.partial(attacks.make_attack(*PAIRS[0]), logits_fn)
+    with pytest.raises(ValueError, match=message.replace(r'0\.5', '')):
+      jax.jit(attack)(**arrays)
 
 
 @pytest.mark.parametrize('index', [-1, 6, 1.0, np.array([0, 1])])
 def test_bad_indices_are_refused(index):
   with pytest.raises(ValueError, match='index='):
-    attacks.make_switch(SIX)(linear, index, KEY, IMAGES, LABELS)
+    attacks.make_switch(PAIRS)(linear, index, KEY, IMAGES, LABELS)
 
 
 @pytest.mark.parametrize(
@@ -666,154 +1236,38 @@ def test_bad_indices_are_refused(index):
 )
 def test_spaces_that_do_not_fit_are_refused(forward, inverse, message):
   space = spaces.Space('own', forward, inverse)
-  threat = attacks.Threat(space=space, norm='l2', eps=1.0, steps=1)
+  threat = attacks.Threat(space=space, norm='l2', eps=1.0)
+  attack = attacks.make_attack(threat, attacks.pgd(1))
   with pytest.raises(ValueError, match=message):
-    attacks.make_attack(threat)(linear, KEY, IMAGES, LABELS)
+    attack(linear, KEY, IMAGES, LABELS)
 
 
-def test_bad_restarts_threats_and_phase_are_refused():
-  with pytest.raises(ValueError, match=r'restarts=0.*integer >= 1'):
-    attacks.make_attack(SIX[0], restarts=0)
-  with pytest.raises(ValueError, match=r'restarts=2.*every start is the same'):
-    attacks.make_attack(
-      dataclasses.replace(SIX[0], random_start=False), restarts=2
-    )
-  with pytest.raises(ValueError, match=r'threats=.*at least one'):
-    attacks.make_switch([])
-  with pytest.raises(ValueError, match=r"threats=\('pixel_linf',\)"):
-    attacks.make_switch(['pixel_linf'])
-  with pytest.raises(ValueError, match=r"threat='pixel_linf'"):
-    attacks.make_attack('pixel_linf')
-  with pytest.raises(ValueError, match=r"phase='test'.*'train'"):
-    attacks.six_threats(0.3, 1.0, 5.0, phase='test')
-
-
-# ------------------------------------------------------------ the strict clip
-
-
-def strict(threats, steps=None):
-  return [
-    dataclasses.replace(t, clip='strict', steps=steps or t.steps)
-    for t in threats
-  ]
-
-
-def test_strict_ends_in_the_ball_and_in_the_cube_at_once():
-  for scale in (0.4, 1.0):
-    threats = strict(SIX)
-    images = (IMAGES > 0.5).astype(np.float32)  # Where clipping hurts most.
-    switch = jax.jit(
-      functools.partial(attacks.make_switch(threats, details=True), curved)
-    )
-    for index, threat in enumerate(threats):
-      found = switch(jnp.int32(index), KEY, images, LABELS, scale=scale)
-      np.testing.assert_allclose(found.images, found.unclipped, atol=1e-6)
-      length = length_in_ball(threat, images, found.images)
-      assert (length <= scale * threat.eps * (1 + 1e-4)).all(), threat
-      assert (length > scale * threat.eps * 0.5).all(), threat
-      before, after = (
-        losses.cross_entropy(curved(x), LABELS) for x in (images, found.images)
-      )
-      assert after.mean() > before.mean(), threat
-
-
-def test_strict_does_not_depend_on_the_batch():
-  images = (IMAGES > 0.5).astype(np.float32)
-  ids = np.arange(6, dtype=np.int32)
-  together = run_each(strict(SIX), curved, images, LABELS, ids)
-  alone = run_each(strict(SIX), curved, images[2:3], LABELS[2:3], ids[2:3])
-  for ours, theirs in zip(together, alone, strict=True):
-    np.testing.assert_allclose(ours[2:3], theirs, atol=1e-5)
-
-
-@pytest.mark.parametrize('norm', ['linf', 'l1'])
-def test_strict_finds_the_optimum_of_a_linear_program(norm):
-  """On a linear model: the most that ball and cube allow, by SciPy's solver."""
-  images = (IMAGES > 0.5).astype(np.float32)
-  threat = attacks.Threat(
-    space='dct', norm=norm, eps={'linf': 0.3, 'l1': 4.0}[norm], steps=100,
-    clip='strict', percentile=80.0, random_start=False,
-    step_size={'linf': 0.02, 'l1': 0.3}[norm],
-  )  # fmt: skip
-  slope = WEIGHTS[:, :1] @ np.array([[1.0, -1.0]], np.float32)
-  labels = np.ones(6, np.int32)  # The loss rises with image @ WEIGHTS[:, 0].
-  found = run(
-    attacks.make_attack(threat), functools.partial(linear, weights=slope), KEY,
-    images, labels,
-  )  # fmt: skip
-  basis = scipy.fft.dctn(
-    np.eye(64).reshape(64, 8, 8), axes=(1, 2), norm='ortho'
-  ).reshape(64, 64).T  # fmt: skip
-  for image, adversarial in zip(
-    images.reshape(6, 64), np.asarray(found).reshape(6, 64), strict=True
+def test_check_looks_at_what_jit_cannot_see():
+  attacks.check(IMAGES, LABELS)
+  attacks.check(IMAGES, LABELS, linear, SIX)
+  for images, labels, logits_fn, message in (
+    (IMAGES + 1, LABELS, None, r'images lie in'),
+    (IMAGES, LABELS + 5, linear, r'labels lie in'),
+    (IMAGES, LABELS - 9, linear, r'labels lie in'),
+    (IMAGES.transpose(0, 3, 1, 2), LABELS, None, r'looks like \[B, C, H, W\]'),
+    (IMAGES, LABELS, lambda x: x.sum(), r'logits_fn returned'),
   ):
-    best = _best_in_ball_and_cube(WEIGHTS[:, 0], image, basis, norm, threat.eps)
-    gained = WEIGHTS[:, 0] @ (adversarial - image)
-    assert gained <= best * (1 + 1e-3)
-    assert gained >= best * 0.95
+    with pytest.raises(ValueError, match=message):
+      attacks.check(images, labels, logits_fn)
 
 
-@pytest.mark.parametrize('clip', ['step', 'strict'])
-def test_a_sparse_step_leaves_pixels_that_are_at_an_edge(clip):
-  """Else it would not get further than the few that it takes at once."""
-  images = (IMAGES > 0.5).astype(np.float32)
-  threat = attacks.Threat(
-    norm='l1', eps=12.0, steps=100, clip=clip, random_start=False
-  )
-  slope = WEIGHTS[:, :1] @ np.array([[1.0, -1.0]], np.float32)
-  found = run(
-    attacks.make_attack(threat), functools.partial(linear, weights=slope), KEY,
-    images, np.ones(6, np.int32),
-  )  # fmt: skip
-  for image, adversarial in zip(
-    images.reshape(6, 64), np.asarray(found).reshape(6, 64), strict=True
-  ):
-    # The twelve of the steepest pixels that can still go where it is steep.
-    gains = np.maximum(WEIGHTS[:, 0] * (1 - 2 * image), 0)
-    gained = WEIGHTS[:, 0] @ (adversarial - image)
-    assert np.abs(adversarial - image).sum() <= 12 * (1 + 1e-5)
-    assert gained >= 0.95 * np.sort(gains)[-12:].sum()
-
-
-def _best_in_ball_and_cube(slope, image, basis, norm, eps):
-  """max slope @ d, |basis @ d| <= eps in the norm and 0 <= x + d <= 1."""
-  cube = list(zip(-image, 1 - image, strict=True))
-  if norm == 'linf':
-    matrix, limits = np.vstack([basis, -basis]), np.full(128, eps)
-    result = scipy.optimize.linprog(-slope, matrix, limits, bounds=cube)
-  else:  # With |basis @ d| <= t, entry by entry, and sum t <= eps.
-    eye, none = np.eye(64), np.zeros((1, 64))
-    matrix = np.block([[basis, -eye], [-basis, -eye], [none, none + 1]])
-    limits = np.append(np.zeros(128), eps)
-    costs = np.append(-slope, np.zeros(64))
-    bounds = [*cube, *[(0, None)] * 64]
-    result = scipy.optimize.linprog(costs, matrix, limits, bounds=bounds)
-  assert result.success
-  return -result.fun
+def test_check_refuses_a_space_whose_inverse_is_none():
+  half = spaces.Space('half', lambda x: x / 2, lambda z: z)
+  stretched = spaces.Space('longer', lambda x: 2 * x, lambda z: z / 2, True)
+  for space, message in ((half, "inverse of space 'half'"), (
+    stretched, "'longer' says orthonormal"
+  )):  # fmt: skip
+    threat = attacks.Threat(space=space, norm='l2', eps=1.0)
+    with pytest.raises(ValueError, match=message):
+      attacks.check(IMAGES, LABELS, threats=[threat])
 
 
 # ---------------------------------------------------------------- the details
-
-
-def test_a_start_of_the_switch_is_a_restart_of_the_attack():
-  switch = attacks.make_switch(SIX)
-  for index in (0, 5):
-    found = [
-      jax.jit(functools.partial(switch, curved, index))(
-        KEY, IMAGES, LABELS, start=start
-      )
-      for start in range(3)
-    ]
-    loss = np.array(
-      [losses.cross_entropy(curved(images), LABELS) for images in found]
-    )
-    assert len(np.unique(loss[:, 0])) == 3
-    best = run(
-      attacks.make_attack(SIX[index], restarts=3), curved, KEY, IMAGES, LABELS
-    )
-    np.testing.assert_allclose(
-      losses.cross_entropy(curved(best), LABELS), loss.max(axis=0), rtol=1e-5
-    )
 
 
 def test_an_attack_that_does_not_move_says_so():
@@ -821,11 +1275,14 @@ def test_an_attack_that_does_not_move_says_so():
     moves = (jnp.arange(len(images)) >= 3)[:, None]
     return curved(jnp.where(moves[..., None, None], images, 0.5))
 
-  switch = attacks.make_switch(SIX, details=True)
-  for index in range(6):
-    found = jax.jit(functools.partial(switch, half_flat, index))(
-      KEY, IMAGES, LABELS
-    )
+  labels = np.argmax(half_flat(IMAGES), axis=1).astype(np.int32)
+  for threat, attack in (
+    *PAIRS,
+    *((SIX[1], KINDS[kind]) for kind in ('apgd', 'fab')),
+  ):
+    tiny = dataclasses.replace(threat, eps=1e-5)  # Where nothing is fooled.
+    made = attacks.make_attack(tiny, attack, details=True)
+    found = run(made, half_flat, IMAGES, labels)
     assert found.stuck.tolist() == [True] * 3 + [False] * 3
 
 

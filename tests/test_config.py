@@ -43,9 +43,11 @@ def test_the_order_of_variants_does_not_matter():
 
 def test_the_papers_threats_are_those_of_the_library():
   config = config_lib.preset('paper', 'mnist')
+  expected = attacks.six_threats(0.4, 1.0, 5.0)
+  assert config_lib.make_threats(config) == expected
   for phase in ('train', 'eval'):
-    expected = attacks.six_threats(0.4, 1.0, 5.0, phase=phase)
-    assert config_lib.make_threats(config, phase) == expected
+    threats, _ = zip(*config_lib.make_pairs(config, phase), strict=True)
+    assert threats == expected
 
 
 def test_the_presets_hold_the_numbers_of_the_paper_and_of_the_code():
@@ -91,20 +93,17 @@ def test_the_presets_hold_the_numbers_of_the_paper_and_of_the_code():
   )
   for config in (load('mnist'), load('cifar10', 'released')):
     assert (config.optimizer.momentum, config.optimizer.l2) == (0.9, 1e-4)
-    train, evaluation = (
-      {(t.norm, t.steps, t.percentile, t.clip, t.random_start) for t in threats}
-      for threats in (
-        config_lib.make_threats(config, phase) for phase in ('train', 'eval')
-      )
-    )
-    for found, pgd, slide, percentile in (
-      (train, 10, 20, 95.0),
-      (evaluation, 40, 100, 99.0),
+    for phase, pgd, slide, percentile in (
+      ('train', 10, 20, 95.0),
+      ('eval', 40, 100, 99.0),
     ):
-      assert found == {
-        ('linf', pgd, percentile, 'end', True),
-        ('l2', pgd, percentile, 'end', True),
-        ('l1', slide, percentile, 'end', True),
+      pairs = config_lib.make_pairs(config, phase)
+      assert {threat.clip for threat, _ in pairs} == {'inside'}
+      assert all(attack.random_start for _, attack in pairs)
+      assert {(threat.norm, attack) for threat, attack in pairs} == {
+        ('linf', attacks.pgd(pgd)),
+        ('l2', attacks.pgd(pgd)),
+        ('l1', attacks.slide(slide, percentile=percentile)),
       }
 
 

@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 from jax import lax
 
-from mwrobust import convolutions
+from mwrobust import attacks
+from mwrobust.attacks import convolutions
 
 KEY = jax.random.key(0)
 KERNEL = jax.random.normal(KEY, (3, 3, 4, 4)) * 0.2
@@ -144,12 +145,57 @@ def test_a_while_loop_inside_the_model():
   assert kernel_forms(fast(network)) == {'b01f_01io->b01f'}
 
 
+def plain_model(x):
+  return conv(jnp.tanh(conv(x))).mean((1, 2))
+
+
+def nchw_model(x):
+  return nchw(x).mean((2, 3))
+
+
+ATTACKS = {
+  'pgd': attacks.pgd(3),
+  'apgd': attacks.apgd(3),
+  'apgd, targeted': attacks.apgd(3, loss='dlr', targets=2),
+  'fab': attacks.fab(3, targets=2),
+  'square': attacks.square(3),
+}
+
+
+@pytest.mark.parametrize('model', [plain_model, nchw_model])
+@pytest.mark.parametrize('attack', ATTACKS.values(), ids=ATTACKS.keys())
+def test_only_fast_forms_are_left_of_an_attack(attack, model):
+  threat = attacks.Threat(norm='linf', eps=0.1)
+  run = attacks.make_attack(threat, attack)
+  labels = jnp.arange(len(IMAGES))
+  forms = kernel_forms(lambda images: run(model, KEY, images, labels))
+  assert forms == {'b01f_01io->b01f'}
+
+
+def test_only_fast_forms_are_left_of_a_switch():
+  threats = attacks.six_threats(0.1, 0.5, 2.0)
+  pairs = [(t, a) for a in ATTACKS.values() for t in threats[:2]]
+  switch = attacks.make_switch(pairs)
+  labels = jnp.arange(len(IMAGES))
+
+  def run(images):
+    index = images.sum().astype(jnp.int32) % len(pairs)  # Traced.
+    return switch(nchw_model, index, KEY, images, labels)
+
+  assert kernel_forms(run) == {'b01f_01io->b01f'}
+
+
 def test_xla_still_needs_this_module():
   # If this fails, XLA brings convolutions inside of loops into the fast form
-  # by itself: delete mwrobust/convolutions.py and evaluate gradients plainly.
+  # by itself: delete mwrobust/attacks/convolutions.py and evaluate gradients
+  # plainly.
   plain = gradient_of(NETWORKS['plain'])
   assert 'b01f_01oi->b01f' not in kernel_forms(plain)
   assert 'b01f_01oi->b01f' in kernel_forms(in_a_loop(plain))
+  # Without a gradient, too, where the model is NCHW.
+  forward = NETWORKS['nchw']
+  looped = in_a_loop(lambda x: forward(x).transpose(0, 2, 3, 1))
+  assert kernel_forms(looped) == {'bf01_oi01->bf01'}
 
 
 def test_nothing_is_done_on_other_platforms(monkeypatch):

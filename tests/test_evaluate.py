@@ -1,4 +1,3 @@
-import dataclasses
 import functools
 import json
 import pathlib
@@ -16,8 +15,8 @@ from mwrobust import attacks, config, datasets, evaluate, models, steps
 from mwrobust.outcomes import Outcomes
 
 ROOT = pathlib.Path(__file__).parent.parent
-THREATS = tuple(
-  dataclasses.replace(threat, steps=3)
+PAIRS = tuple(
+  (threat, attacks.slide(3, percentile=95))
   for threat in attacks.six_threats(0.05, 0.4, 2.0)
 )
 N, RESTARTS = 30, 4
@@ -34,9 +33,7 @@ def attack():
   variables = model.init(jax.random.key(3), jnp.ones((1, 12, 12, 1)), False)
   logits = steps.make_logits_step(model=model)((variables,), images)
   split = datasets.Split(images, np.asarray(logits.argmax(-1), np.int32))
-  step = steps.make_attack_step(
-    model=model, threats=THREATS, key=jax.random.key(0)
-  )
+  step = steps.make_attack_step(model=model, pairs=PAIRS, key=jax.random.key(0))
   return functools.partial(step, (variables,)), split, np.asarray(logits)
 
 
@@ -44,7 +41,7 @@ def begin(attack, restarts=RESTARTS):
   _, split, logits = attack
   return Outcomes.begin(
     settings={},
-    threats=THREATS,
+    pairs=PAIRS,
     restarts=restarts,
     labels=split.labels,
     logits=logits,

@@ -4,9 +4,10 @@ import dataclasses
 
 import numpy as np
 import pytest
-from test_outcomes import N, begin, filled
+from test_outcomes import PAIRS, N, begin, filled
 
 from mwrobust import attacks, health
+from mwrobust.outcomes import Outcomes
 
 
 def found(outcomes, probed=None, widened=None, validation_loss=None):
@@ -40,7 +41,7 @@ def test_a_healthy_evaluation_passes_everything():
     *('zero gradients', 'logits', 'deterministic', 'inside the ball'),
     "training's attacks",
     *('one more start', 'margin loss', 'twice the steps'),
-    *('clip at every step', 'wide radii'),
+    *('apgd from larger balls', 'wide radii'),
   ]
 
 
@@ -102,7 +103,7 @@ def test_the_unions_after_each_way_and_after_all():
     'one more start': pytest.approx(whole),
     'margin loss': pytest.approx(whole - one),
     'twice the steps': pytest.approx(whole),
-    'clip at every step': pytest.approx(whole - 2 * one),
+    'apgd from larger balls': pytest.approx(whole - 2 * one),
     'all of these': pytest.approx(whole - 2 * one),
   }
   # The ways are the stronger for not finding the same.
@@ -123,18 +124,37 @@ def test_restarts_that_still_help():
 
 
 def test_the_probes_are_the_same_threats_climbing_otherwise():
-  threats = attacks.six_threats(0.1, 0.5, 2.0, phase='eval')
-  ways = np.array(health.probes(threats), object).reshape(4, -1).T
-  for threat, (same, margin, longer, clipped) in zip(
-    threats, ways, strict=True
-  ):
-    assert same == threat
-    assert margin == dataclasses.replace(threat, loss='margin')
-    size = 2.5 * threat.eps / threat.steps
-    assert longer == dataclasses.replace(
-      threat, steps=2 * threat.steps, step_size=size
+  k = len(PAIRS)
+  probes = health.probes(PAIRS)
+  assert len(probes) == 4 * k
+  for i, (threat, attack) in enumerate(PAIRS):
+    same, margin, longer, apgd = probes[i::k]
+    assert same == (threat, attack)
+    assert margin == (threat, dataclasses.replace(attack, loss='margin'))
+    # Without the size that is said here it would be half of that.
+    size = 2.5 * threat.eps / attack.steps
+    assert longer == (
+      threat,
+      dataclasses.replace(attack, steps=2 * attack.steps, step_size=size),
     )
-    assert clipped == dataclasses.replace(threat, clip='step')
+    assert apgd == (threat, attacks.apgd(attack.steps, loss='dlr'))
+    assert max(apgd[1].radii) > 1
+
+
+@pytest.mark.parametrize('steps', [1, 2, 3])
+def test_few_steps_are_enough_for_all_probes(steps):
+  threat, _ = PAIRS[0]
+  _, attack = health.probes([(threat, attacks.pgd(steps))])[-1]
+  assert attack.steps == len(attack.radii) == steps
+
+
+def test_what_is_saved_of_the_probes_is_what_is_compared_with(tmp_path):
+  outcomes = begin(settings={'seed': 0})
+  for ways in (health.probes(PAIRS), health.wider(PAIRS)):
+    settings = health.settings(outcomes, ways)
+    path = tmp_path / 'saved.npz'
+    begin(settings=settings).save(path)
+    assert Outcomes.load(path).settings == settings
 
 
 def test_the_curve_begins_without_an_attack():
@@ -165,13 +185,11 @@ def test_a_wide_radius_that_fools_not_everyone():
   assert found(outcomes, widened=widened)['wide radii'].passed
 
 
-def test_wider_threats_differ_in_their_radius_and_their_clip():
-  threats = attacks.six_threats(0.4, 1.0, 5.0)
-  wider = health.wider(threats)
+def test_wider_threats_differ_in_their_radius_only():
+  wider = health.wider(PAIRS)
   assert len(wider) == 6 * len(health.RADII)
-  assert wider[13] == dataclasses.replace(
-    threats[1], eps=2 * threats[1].eps, clip='step'
-  )
+  threat, attack = PAIRS[1]
+  assert wider[13] == (dataclasses.replace(threat, eps=2 * threat.eps), attack)
 
 
 def test_a_network_that_hides_from_the_attacks_of_training():

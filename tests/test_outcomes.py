@@ -10,7 +10,15 @@ from mwrobust.outcomes import Outcomes, wilson
 from mwrobust.steps import Attacked
 
 RNG = np.random.default_rng(0)
-THREATS = attacks.six_threats(0.1, 0.5, 2.0)
+PAIRS = tuple(
+  (
+    threat,
+    attacks.slide(20, percentile=95)
+    if threat.norm == 'l1'
+    else attacks.pgd(10),
+  )
+  for threat in attacks.six_threats(0.1, 0.5, 2.0)
+)
 N = 40
 
 
@@ -20,7 +28,7 @@ def begin(restarts=3, **changes):
   logits[:4] *= -1  # These are wrong.
   options = {
     'settings': {'seed': 0},
-    'threats': THREATS,
+    'pairs': PAIRS,
     'restarts': restarts,
     'labels': labels,
     'logits': logits,
@@ -69,8 +77,8 @@ def test_an_example_is_attacked_until_it_falls():
     outcomes.predicted[1] == outcomes.labels, outcomes.correct[1]
   )
   done, full = outcomes.gradient_evaluations()
-  assert done == THREATS[1].steps * (N + N // 2)
-  assert full == 3 * N * sum(threat.steps for threat in THREATS)
+  assert done == PAIRS[1][1].steps * (N + N // 2)
+  assert full == 3 * N * sum(attack.steps for _, attack in PAIRS)
   assert not outcomes.complete
 
 

@@ -235,7 +235,7 @@ def test_the_health_of_the_output_is_told(reported):
     *('zero gradients', 'logits', 'deterministic', 'inside the ball'),
     "training's attacks",
     *('one more start', 'margin loss', 'twice the steps'),
-    *('clip at every step', 'wide radii'),
+    *('apgd from larger balls', 'wide radii'),
   ]
   # Of the other networks, only what is wrong.
   others = {word for word, network, _ in found if network != 'h=2 average'}
@@ -257,7 +257,7 @@ def test_what_was_not_checked_is_not_said_to_have_passed(
 
 def test_probes_from_before_a_way_changed_are_not_read(tiny_run, monkeypatch):
   assert runs.load(tiny_run).probes
-  monkeypatch.setitem(health._CHANGES, 'margin loss', lambda threat: threat)
+  monkeypatch.setitem(health._CHANGES, 'margin loss', lambda _, attack: attack)
   found = runs.load(tiny_run)
   assert not found.probes
   assert found.widened
@@ -456,8 +456,8 @@ def test_methods_have_columns_of_their_own(merged, tmp_path):
 
 
 def _percentile(outcomes):
-  for threat in outcomes.settings['threats']:
-    threat['percentile'] = 50.0
+  for pair in outcomes.settings['attacks']:
+    pair['attack']['percentile'] = 50.0
 
 
 def _of_an_earlier_step(outcomes):
@@ -520,7 +520,8 @@ def test_the_last_parameters_alone(tiny_run, tmp_path):
     if 'health' in path.name:
       probed = Outcomes.load(path)
       alone = Outcomes.load(path.with_name('h=1.npz'))
-      probed.settings |= alone.settings
+      ways = probed.settings['attacks']
+      probed.settings = alone.settings | {'attacks': ways}
       probed.save(path.with_name('h=1_health.npz'))
     path.unlink()
   text = assert_whole(run)

@@ -12,7 +12,15 @@ from mwrobust import attacks, datasets, policies, state, steps
 
 KEY = jax.random.key(0)
 RNG = np.random.default_rng(0)
-THREATS = attacks.six_threats(0.1, 0.5, 2.0)
+PAIRS = tuple(
+  (
+    threat,
+    attacks.slide(20, percentile=95)
+    if threat.norm == 'l1'
+    else attacks.pgd(10),
+  )
+  for threat in attacks.six_threats(0.1, 0.5, 2.0)
+)
 BATCH = steps.Batch(
   RNG.integers(0, 256, (12, 8, 8, 1), dtype=np.uint8),
   RNG.integers(0, 3, 12).astype(np.int32),
@@ -38,7 +46,7 @@ def make(**changes):
   first = state.create(KEY, Network(), (8, 8, 1), optax.sgd(0.1), policy)
   options = {
     'model': Network(),
-    'threats': THREATS,
+    'pairs': PAIRS,
     'key': KEY,
     'radius_scale': lambda step: 1.0,
     'augment': False,
@@ -69,7 +77,7 @@ def test_the_step_is_the_attack_then_sgd_on_what_came_out():
     def infer(images, copy=copy):
       return Network().apply(copy.variables, images, train=False)
 
-    adversarial = attacks.make_attack(THREATS[index])(
+    adversarial = attacks.make_attack(*PAIRS[index])(
       infer, key, images, BATCH.labels, BATCH.ids
     )
 
@@ -129,7 +137,7 @@ def test_augmentation_is_that_of_the_data_set():
 
 def test_validation_and_evaluation_attack_alike():
   variables = make()[0].variables
-  options = {'model': Network(), 'threats': THREATS, 'key': KEY}
+  options = {'model': Network(), 'pairs': PAIRS, 'key': KEY}
   validation_step = steps.make_validation_step(**options)
   attack_step = steps.make_attack_step(**options)
   logits_step = steps.make_logits_step(model=Network())
@@ -141,7 +149,7 @@ def test_validation_and_evaluation_attack_alike():
   loss = optax.softmax_cross_entropy_with_integer_labels
   unattacked = loss(natural, BATCH.labels)
 
-  for index, threat in enumerate(THREATS):
+  for index, (threat, _) in enumerate(PAIRS):
     index, start, one = jnp.int32(index), jnp.int32(0), jnp.float32(1)
     losses = validation_step(variables, index, BATCH, 1.0)
     attacked = attack_step((variables,), index, start, one, BATCH)

@@ -1,0 +1,346 @@
+"""The gradient attacks: PGD, SLIDE and APGD are one loop with different rules.
+
+Each round evaluates the loss and its gradient once, at the image the network is
+shown, and lets the rule choose the next point.
+"""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from mwrobust.attacks import norms, rules
+from mwrobust.attacks.checks import (
+  check_choice,
+  check_count,
+  check_radius,
+  is_real,
+  require,
+)
+from mwrobust.attacks.losses import LOSSES
+from mwrobust.attacks.problem import Best, Problem, better, judge
+
+Array = jax.Array
+
+_SPREAD = 10.0  # See `Plan`.
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Ascent:
+  """A gradient attack; made by `pgd`, `slide` or `apgd`.
+
+  The result of `pgd` and `slide` is the last iterate, as in the paper; that of
+  `apgd` the first that fools the network, else the one with the highest loss.
+
+  Attributes:
+    rule: `'pgd'` or `'apgd'`.
+    steps: gradient steps in all.
+    loss: what the steps climb: `'ce'`, `'margin'`, `'dlr'` or
+      `'probability_margin'`.
+    targets: if above 0, climbs towards each of the so many likeliest wrong
+      classes in turn.
+    radii: the balls to climb in, one after the other, in multiples of eps.
+      Larger ones first see over what masks the gradients near the image.
+    restarts: random starts.
+    step_size: `pgd`: the length of a step in the norm; 2.5 eps / steps if None.
+    percentile: `pgd` with l1: a step moves the top (100 - percentile) %.
+    random_start: start at a random point of the ball, or at the image.
+  """
+
+  rule: str
+  steps: int
+  loss: str = 'ce'
+  targets: int = 0
+  radii: tuple[float, ...] = (1.0,)
+  restarts: int = 1
+  step_size: float | None = None
+  percentile: float = 99.0
+  random_start: bool = True
+
+  def __post_init__(self):
+    check_choice('rule', self.rule, rules.RULES)
+    check_count('steps', self.steps)
+    check_choice('loss', self.loss, LOSSES)
+    check_count('targets', self.targets, lowest=0)
+    check_count('restarts', self.restarts)
+    object.__setattr__(self, 'radii', tuple(self.radii))
+    require(
+      bool(self.radii)
+      and all(map(is_real, self.radii))
+      and self.radii[-1] == 1
+      and all(1 <= radius < 1e6 for radius in self.radii)
+      and self.steps >= len(self.radii),
+      f'radii={self.radii!r} is not allowed: must be numbers >= 1 of which the '
+      f'last is 1, at most steps={self.steps} of them.',
+    )
+    if self.step_size is not None:
+      check_radius('step_size', self.step_size)
+    require(
+      is_real(self.percentile) and 0 <= self.percentile < 100,
+      f'percentile={self.percentile!r} is not allowed: must be a number in '
+      '[0, 100).',
+    )
+    require(
+      isinstance(self.random_start, bool),
+      f'random_start={self.random_start!r} is not allowed: must be True or '
+      'False.',
+    )
+    require(
+      self.random_start or self.restarts == 1,
+      f'restarts={self.restarts} is not allowed: without random_start every '
+      'start is the same.',
+    )
+
+  @property
+  def tries(self) -> int:
+    """How often it climbs: from each start, towards each target."""
+    return self.restarts * max(1, self.targets)
+
+  @property
+  def stops_early(self) -> bool:
+    """Whether an example that is fooled is left alone."""
+    return self.rule != 'pgd'
+
+
+def pgd(
+  steps: int = 40,
+  *,
+  step_size: float | None = None,
+  loss: str = 'ce',
+  radii: Sequence[float] = (1.0,),
+  random_start: bool = True,
+  restarts: int = 1,
+) -> Ascent:
+  """Projected gradient ascent, the paper's: see `Ascent` for the arguments."""
+  return slide(
+    steps,
+    step_size=step_size,
+    loss=loss,
+    radii=radii,
+    random_start=random_start,
+    restarts=restarts,
+  )
+
+
+def slide(
+  steps: int = 100,
+  *,
+  percentile: float = 99.0,
+  step_size: float | None = None,
+  loss: str = 'ce',
+  radii: Sequence[float] = (1.0,),
+  random_start: bool = True,
+  restarts: int = 1,
+) -> Ascent:
+  """PGD for l1, where `percentile` says how sparse the steps are."""
+  return Ascent(
+    rule='pgd',
+    steps=steps,
+    loss=loss,
+    radii=radii,
+    restarts=restarts,
+    step_size=step_size,
+    percentile=percentile,
+    random_start=random_start,
+  )
+
+
+def apgd(
+  steps: int = 100,
+  *,
+  loss: str = 'ce',
+  targets: int = 0,
+  radii: Sequence[float] = (3.0, 2.0, 1.0),
+  restarts: int = 1,
+) -> Ascent:
+  """AutoAttack's APGD, which chooses its step sizes itself.
+
+  Its first steps are in larger balls, for every norm (AutoAttack does so for l1
+  only): that finds most of what gradient masking hides. `radii=(1,)` is the
+  original.
+
+  Args:
+    steps: gradient steps in all.
+    loss: see `Ascent`.
+    targets: see `Ascent`. `loss='dlr', targets=9` is AutoAttack's APGD-T.
+    radii: see `Ascent`.
+    restarts: random starts.
+  """
+  return Ascent(
+    rule='apgd',
+    steps=steps,
+    loss=loss,
+    targets=targets,
+    radii=radii,
+    restarts=restarts,
+  )
+
+
+class Plan(NamedTuple):
+  """An `Ascent` against a threat as arrays, so that a switch can choose one.
+
+  Attributes:
+    count: how many steps.
+    targets: see `Ascent`.
+    start_eps: the radius of the ball to start in.
+    spread: of how much larger a ball a uniform point is projected onto it.
+      APGD with l1 so starts with a few large entries, which differ more from
+      start to start than many small ones.
+    random_start: see `Ascent`.
+    steps: a `rules.Step` of arrays, with an entry for each step.
+    counts: for each point, and for the last: whether it is in the threat's own
+      ball, and so counts.
+  """
+
+  count: Array
+  targets: Array
+  start_eps: Array
+  spread: Array
+  random_start: Array
+  steps: rules.Step
+  counts: Array
+
+
+def make_plan(
+  ascent: Ascent, *, eps: float, norm: str, features: int, length: int
+) -> Plan:
+  """Writes down a climb, padded to `length` steps for a switch over several."""
+  steps = rules.plan(
+    ascent.rule,
+    steps=ascent.steps,
+    eps=eps,
+    norm=norm,
+    features=features,
+    step_size=ascent.step_size,
+    percentile=ascent.percentile,
+    radii=ascent.radii,
+  )
+  start_eps = np.float32(eps * ascent.radii[0])
+  radii = np.array([start_eps, *(step.eps for step in steps)])
+  padding = length - ascent.steps
+  sparse = norm == 'l1'
+  return Plan(
+    count=np.int32(ascent.steps),
+    targets=np.int32(ascent.targets),
+    start_eps=start_eps,
+    spread=np.float32(_SPREAD if sparse and ascent.rule == 'apgd' else 1),
+    random_start=np.bool_(ascent.random_start),
+    steps=jax.tree.map(
+      lambda *rows: np.stack(rows), *steps, *[steps[-1]] * padding
+    ),
+    counts=np.pad(radii <= np.float32(eps), (0, padding)),
+  )
+
+
+class _Climb(NamedTuple):
+  """Where a climb is."""
+
+  i: Array
+  delta: Array
+  state: Any
+  best: Best
+  stuck: Array
+
+
+def prepare(
+  problem: Problem,
+  plan: Plan,
+  *,
+  rule: str,
+  loss_fn: Callable[[Array, Array, Array], Array],
+  targets: int,
+  only_try: bool,
+) -> Callable[[Array, Best], tuple[Best, Array]]:
+  """Makes `attempt(number, best) -> (best, stuck)`, which climbs once.
+
+  Args:
+    problem: the batch, the network and the threat.
+    plan: the steps, with values that may be traced.
+    rule: see `Ascent`.
+    loss_fn: `loss_fn(logits, labels, targets)`.
+    targets: the highest number of targets that the plan may have.
+    only_try: whether there is nothing to compare the result with.
+  """
+  keeps_last = rule == 'pgd'
+  init, update = rules.RULES[rule]
+  labels, scale, domain = problem.labels, problem.scale, problem.domain
+  the_map, ball = problem.geometry
+  others = problem.likeliest_others(targets) if targets else labels[:, None]
+
+  def total_loss(images, target):
+    logits = problem.logits(images)
+    loss = loss_fn(logits, labels, target)
+    return jnp.sum(loss), (loss, logits)
+
+  value_and_grad = problem.constant(
+    jax.value_and_grad(total_loss, has_aux=True), labels
+  )
+  value = problem.constant(lambda *args: total_loss(*args)[1], labels)
+
+  def step_at(i):
+    step = jax.tree.map(lambda column: jnp.asarray(column)[i], plan.steps)
+    return step._replace(eps=scale * step.eps, size=scale * step.size)
+
+  def attempt(number, best):
+    every_target = jnp.maximum(plan.targets, 1)
+    target = jnp.take(others, number % every_target, axis=1)
+    keys = problem.keys(number // every_target)
+
+    # ---- the start: a random point of the first ball
+    start_eps = scale * plan.start_eps
+    uniform = jax.vmap(lambda key: noise(key, domain.centre.shape[1]))(keys)
+    delta = jax.vmap(
+      lambda *args: ball.random_start(*args, start_eps, plan.spread)
+    )(uniform, domain)
+    delta = jnp.where(plan.random_start, delta, 0)
+    state = jax.vmap(lambda delta: init(delta, step_at(0)))(delta)
+
+    # ---- the steps: loss and gradient once, then the rule
+    def step(now: _Climb) -> _Climb:
+      placed = problem.place(now.delta)
+      shown = jax.vmap(the_map.show)(placed)
+      (_, (loss, logits)), gradient = value_and_grad(shown, target)
+      found = judge(now.delta, loss, logits, labels)
+      best = now.best
+      if not keeps_last:
+        counts = jnp.asarray(plan.counts)[now.i] & ~best.fooled
+        best = better(best, found, counts)
+      stuck = jnp.all(gradient == 0, axis=(1, 2, 3))
+      # Only the direction matters: rescaled, nothing under- or overflows.
+      gradient = jax.vmap(norms.rescale)(gradient)
+      gradient = jax.vmap(the_map.through_clip)(placed, gradient)
+      gradient = jax.vmap(the_map.pull_back)(domain, now.delta, gradient)
+      row = step_at(now.i)
+      state, delta = jax.vmap(
+        lambda state, point, domain: update(state, point, row, ball, domain)
+      )(now.state, rules.Point(now.delta, found.loss, gradient), domain)
+      return _Climb(now.i + 1, delta, state, best, stuck)
+
+    def goes_on(now: _Climb) -> Array:
+      more = now.i < plan.count
+      return more if keeps_last else more & ~jnp.all(now.best.fooled)
+
+    start = _Climb(jnp.int32(0), delta, state, best, best.fooled)
+    end = lax.while_loop(goes_on, step, start)
+
+    # ---- the last point has not been evaluated yet
+    if keeps_last and only_try:
+      return best._replace(delta=end.delta), end.stuck
+    loss, logits = value(problem.final_images(end.delta), target)
+    found = judge(end.delta, loss, logits, labels)
+    counts = True
+    if not keeps_last:  # An end that came early is the end of a larger ball.
+      counts = jnp.asarray(plan.counts)[end.i] & ~end.best.fooled
+    return better(end.best, found, counts), end.stuck
+
+  return attempt
+
+
+def noise(key: Array, size: int) -> Array:
+  """What random starts are made of: see `norms.Norm.random_start`."""
+  above = np.nextafter(np.float32(-1), np.float32(0))
+  return jax.random.uniform(key, (size + 2,), jnp.float32, minval=above)

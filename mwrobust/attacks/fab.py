@@ -1,0 +1,185 @@
+"""FAB: the smallest perturbation that crosses a decision boundary.
+
+Croce & Hein, "Minimally distorted Adversarial Examples with a Fast Adaptive
+Boundary Attack" (2020), targeted. It linearises the boundary between the label
+and a target class and steps onto that plane, in the shortest way that stays in
+the box. As it starts at the image and needs no slope of a loss, it sees what
+masked gradients hide from climbs.
+"""
+
+import dataclasses
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from mwrobust.attacks import losses, norms
+from mwrobust.attacks.checks import check_count
+from mwrobust.attacks.climb import noise
+from mwrobust.attacks.geometry import PIXEL
+from mwrobust.attacks.problem import Best, Problem, better, judge
+
+Array = jax.Array
+
+_MOST_BIAS = 0.1  # How far a step may be drawn towards the image's own plane.
+_OVERSHOOT = 1.05  # Of a step onto the plane.
+_BACK = 0.9  # Where to go on after a success, between the image and it.
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Fab:
+  """The FAB attack; made by `fab`.
+
+  Attributes:
+    steps: gradient steps of a try.
+    targets: how many of the likeliest wrong classes to aim at, one by one.
+    restarts: the first starts at the image, the others at random beside it.
+  """
+
+  steps: int
+  targets: int
+  restarts: int = 1
+
+  def __post_init__(self):
+    check_count('steps', self.steps)
+    check_count('targets', self.targets)
+    check_count('restarts', self.restarts)
+
+  @property
+  def tries(self) -> int:
+    """How often it runs: from each start, towards each target."""
+    return self.restarts * self.targets
+
+  @property
+  def stops_early(self) -> bool:
+    """An example that is fooled is left alone."""
+    return True
+
+  def prepare(self, problem: Problem, eps: float, norm: norms.Norm):
+    """Makes `attempt(number, best) -> (best, stuck)`."""
+    return _prepare(self, problem, eps, norm)
+
+
+def fab(steps: int = 100, *, targets: int = 9, restarts: int = 1) -> Fab:
+  """Targeted FAB: see `Fab` for the arguments."""
+  return Fab(steps=steps, targets=targets, restarts=restarts)
+
+
+class _Search(NamedTuple):
+  """Where a search is."""
+
+  i: Array
+  delta: Array
+  nearest: Array  # The shortest delta that fooled the network,
+  length: Array  # and its norm.
+  best: Best
+  stuck: Array
+
+
+def _prepare(attack: Fab, problem: Problem, eps: float, norm: norms.Norm):
+  labels, domain = problem.labels, problem.domain
+  the_map, ball = problem.geometry
+  radius = problem.scale * eps
+  others = problem.likeliest_others(attack.targets)
+  length_of = jax.vmap(norm.length)
+
+  def difference(images, target):
+    logits = problem.logits(images)
+    difference = losses.targeted_margin(logits, labels, target)
+    return jnp.sum(difference), (difference, logits)
+
+  value_and_grad = problem.constant(
+    jax.value_and_grad(difference, has_aux=True), labels
+  )
+  logits_fn = problem.constant(problem.logits)
+
+  def shown(delta):
+    return problem.final_images(delta)
+
+  @jax.vmap
+  def plane(domain, delta, placed, difference, gradient):
+    """The linearised boundary: its slope, and how far below it delta is."""
+    largest = jnp.max(jnp.abs(jnp.nan_to_num(gradient)))
+    slope = norms.rescale(gradient)
+    slope = the_map.through_clip(placed, slope)
+    slope = the_map.pull_back(domain, delta, slope)
+    return slope, -difference / jnp.where(largest > 0, largest, 1)
+
+  @jax.vmap
+  def step(domain, delta, slope, gap):
+    """Steps onto the plane, a little towards the image's own way there."""
+    low, high = domain.low, domain.high
+    here = norm.to_plane(slope, gap, low - delta, high - delta)
+    gap += jnp.vdot(slope, delta, precision=lax.Precision.HIGHEST)
+    from_image = norm.to_plane(slope, gap, low, high)
+    near, far = norm.length(here), norm.length(from_image)
+    bias = near / jnp.maximum(near + far, 1e-12)
+    bias = jnp.clip(bias, 0, _MOST_BIAS)
+    moved = (1 - bias) * (delta + _OVERSHOOT * here)
+    moved += bias * _OVERSHOOT * from_image
+    moved = jnp.clip(moved, low, high)
+    if the_map.clip == 'strict' and the_map.space is not PIXEL:
+      image = jnp.clip(the_map.place(domain, moved), 0, 1)
+      moved = the_map.enter(image).centre - domain.centre
+    return moved
+
+  def record(search: _Search, delta, loss, logits) -> tuple[_Search, Array]:
+    found = judge(delta, loss, logits, labels)
+    length = length_of(delta)
+    nearer = found.fooled & (length < search.length)
+    return search._replace(
+      nearest=jnp.where(nearer[:, None], delta, search.nearest),
+      length=jnp.where(nearer, length, search.length),
+      best=better(search.best, found, (length <= radius) & ~search.best.fooled),
+    ), found.fooled
+
+  def attempt(number, best):
+    target = jnp.take(others, number % attack.targets, axis=1)
+    restart = number // attack.targets
+    keys = problem.keys(restart)
+    start = jax.vmap(
+      lambda key, domain: ball.random_start(
+        noise(key, domain.centre.size), domain, radius / 2, 1.0
+      )
+    )(keys, domain)
+    delta = jnp.where(restart > 0, start, 0)
+
+    def advance(search: _Search) -> _Search:
+      placed = problem.place(search.delta)
+      (_, (loss, logits)), gradient = value_and_grad(
+        jnp.clip(placed, 0, 1), target
+      )
+      search, _ = record(search, search.delta, loss, logits)
+      slope, gap = plane(domain, search.delta, placed, loss, gradient)
+      delta = step(domain, search.delta, slope, gap)
+      logits = logits_fn(shown(delta))
+      loss = losses.targeted_margin(logits, labels, target)
+      search, fooled = record(search, delta, loss, logits)
+      back = jnp.where(fooled, _BACK, 1.0)[:, None]
+      stuck = jnp.all(slope == 0, axis=1)
+      return search._replace(i=search.i + 1, delta=back * delta, stuck=stuck)
+
+    def goes_on(search: _Search) -> Array:
+      return (search.i < attack.steps) & ~jnp.all(search.best.fooled)
+
+    search = _Search(
+      i=jnp.int32(0),
+      delta=delta,
+      nearest=delta,
+      length=jnp.full_like(best.loss, jnp.inf),
+      best=best,
+      stuck=best.fooled,
+    )
+    search = lax.while_loop(goes_on, advance, search)
+
+    # ---- what fooled the network just outside of the ball may do so inside
+    delta = jax.vmap(lambda *args: ball.project(*args, radius))(
+      search.nearest, domain
+    )
+    logits = logits_fn(shown(delta))
+    loss = losses.targeted_margin(logits, labels, target)
+    found = judge(delta, loss, logits, labels)
+    return better(search.best, found, ~search.best.fooled), search.stuck
+
+  return attempt

@@ -1,0 +1,187 @@
+"""Where the iterates of an attack live: perturbations of one image.
+
+An iterate is the vector `delta = z - R(x)`. Everything here is written for one
+example and vmapped by the attacks.
+"""
+
+import dataclasses
+import functools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from mwrobust.attacks import norms
+from mwrobust.attacks.spaces import PIXEL, Space
+
+Array = jax.Array
+
+_EDGE = 1e-6  # A pixel so near to 0 or 1 is at the edge.
+_ROUNDS = 10  # Of Dykstra's. On linear models, more gain nothing.
+
+
+class Domain(NamedTuple):
+  """What one image allows.
+
+  Attributes:
+    centre: its coefficients R(x), a vector.
+    low: the lowest delta, where each coordinate has bounds of its own.
+    high: the highest.
+  """
+
+  centre: Array
+  low: Array
+  high: Array
+
+
+@dataclasses.dataclass(frozen=True)
+class Map:
+  """A space and its clip rule, between an image and a vector of coefficients.
+
+  Attributes:
+    space: the map R.
+    clip: see `Threat`.
+    shape: of the coefficients.
+  """
+
+  space: Space
+  clip: str
+  shape: tuple[int, ...]
+
+  def enter(self, image: Array) -> Domain:
+    """Returns the domain around an image."""
+    centre = self.space.forward(image).ravel()
+    if self.space is PIXEL and self.clip != 'end':
+      return Domain(centre, -centre, 1 - centre)
+    unbounded = jnp.full_like(centre, jnp.inf)
+    return Domain(centre, -unbounded, unbounded)
+
+  def place(self, domain: Domain, delta: Array) -> Array:
+    """Returns R^-1(R(x) + delta), which may lie outside of [0, 1]."""
+    return self._inverse(domain.centre + delta)
+
+  def show(self, placed: Array) -> Array:
+    """Returns what the network sees of it during the climb."""
+    return placed if self.clip == 'end' else jnp.clip(placed, 0, 1)
+
+  def through_clip(self, placed: Array, gradient: Array) -> Array:
+    """Returns the gradient without the pixels that the clip holds.
+
+    A pixel at the edge that is to move over it counts as held. In pixels it is
+    the bounds that hold them, and nothing is clipped.
+    """
+    if self.clip != 'inside' or self.space is PIXEL:
+      return gradient
+    too_low = placed <= jnp.where(gradient < 0, _EDGE, -_EDGE)
+    too_high = placed >= jnp.where(gradient > 0, 1 - _EDGE, 1 + _EDGE)
+    return jnp.where(too_low | too_high, 0, gradient)
+
+  def pull_back(self, domain: Domain, delta: Array, gradient: Array) -> Array:
+    """Turns a gradient with respect to the image into one for delta."""
+    _, pull_back = jax.vjp(self._inverse, domain.centre + delta)
+    return pull_back(gradient)[0]
+
+  def _inverse(self, vector: Array) -> Array:
+    return self.space.inverse(vector.reshape(self.shape))
+
+
+@dataclasses.dataclass(frozen=True)
+class Ball:
+  """The ball of a norm, within the bounds of the domain."""
+
+  norm: norms.Norm
+
+  def random_start(
+    self, noise: Array, domain: Domain, eps: Array, spread: Array
+  ) -> Array:
+    """Returns a uniform point of a ball `spread` times as large, projected."""
+    start = self.norm.random_start(noise, spread * eps)
+    return self.project(start, domain, eps)
+
+  def ascend(
+    self, delta: Array, gradient: Array, domain: Domain, keep: Array
+  ) -> Array:
+    """Returns the step of length one that climbs; see `norms.Norm`."""
+    room = jnp.where(gradient > 0, domain.high - delta, delta - domain.low)
+    return self.norm.ascend(gradient, room > _EDGE, keep)
+
+  def project(self, delta: Array, domain: Domain, eps: Array) -> Array:
+    """Returns the nearest point of the ball and the bounds."""
+    return self.norm.project(delta, domain.low, domain.high, eps)
+
+
+@dataclasses.dataclass(frozen=True)
+class StrictBall(Ball):
+  """The ball and the images in [0, 1], in an orthonormal space."""
+
+  map: Map
+
+  def ascend(
+    self, delta: Array, gradient: Array, domain: Domain, keep: Array
+  ) -> Array:
+    """Steps along the gradient, as far as the ball's steepest step goes.
+
+    The steepest step itself runs into the box. The gradient, projected, climbs
+    wherever ball and box both leave room.
+    """
+    steepest = super().ascend(delta, gradient, domain, keep)
+    return norms.L2.length(steepest) * norms.L2.ascend(gradient, True, keep)
+
+  def project(self, delta: Array, domain: Domain, eps: Array) -> Array:
+    """Alternates between ball and box as Dykstra does.
+
+    What a few rounds leave over is shrunk away: both sets are convex, and the
+    image itself is in both.
+    """
+
+    def alternate(_, state):
+      delta, ball_rest, box_rest = state
+      in_ball = super(StrictBall, self).project(delta + ball_rest, domain, eps)
+      ball_rest += delta - in_ball
+      image = self.map.place(domain, in_ball + box_rest)
+      in_box = self.map.enter(jnp.clip(image, 0, 1)).centre - domain.centre
+      return in_box, ball_rest, box_rest + in_ball - in_box
+
+    state = delta, jnp.zeros_like(delta), jnp.zeros_like(delta)
+    delta, _, _ = lax.fori_loop(0, _ROUNDS, alternate, state)
+    length = self.norm.length(delta)
+    return jnp.where(length > eps, eps / length, 1) * delta
+
+
+class Geometry(NamedTuple):
+  """All that a threat means for an iterate.
+
+  Attributes:
+    map: between the image and the vector.
+    ball: where the vector may be.
+  """
+
+  map: Map
+  ball: Ball
+
+
+def make_geometry(
+  space: Space, norm: str, clip: str, shape: tuple[int, ...]
+) -> Geometry:
+  """Makes the geometry of a threat for coefficients of a shape."""
+  the_map = Map(space, clip, shape)
+  if clip == 'strict' and space is not PIXEL:
+    return Geometry(the_map, StrictBall(norms.NORMS[norm], the_map))
+  return Geometry(the_map, Ball(norms.NORMS[norm]))
+
+
+class Choice:
+  """Behaves as one of many maps or balls: that of a traced index.
+
+  Under vmap the index stays a scalar, so only the chosen one is computed.
+  """
+
+  def __init__(self, options: list, index: Array):
+    self._options, self._index = options, index
+
+  def __getattr__(self, name: str):
+    methods = [getattr(option, name) for option in self._options]
+    if len(methods) == 1:
+      return methods[0]
+    return functools.partial(lax.switch, self._index, methods)

@@ -1,0 +1,114 @@
+"""Per-example losses: what attacks climb and training descends.
+
+Every loss maps logits [B, K] and labels [B] to [B] and rises as the network
+comes nearer to an error. Most attacks also have a targeted form of it, which
+rises as the class `targets` [B] comes nearer to being the answer.
+"""
+
+import jax
+import jax.numpy as jnp
+
+Array = jax.Array
+
+
+def cross_entropy(logits: Array, labels: Array) -> Array:
+  """Returns -log softmax(logits) of the label."""
+  return -_pick(jax.nn.log_softmax(logits), labels)
+
+
+def margin(logits: Array, labels: Array) -> Array:
+  """Returns the largest other logit minus the label's: above 0 is an error.
+
+  Its gradient does not vanish where the network is sure of itself, as that of
+  the cross entropy does.
+  """
+  return _largest_other(logits, labels) - _pick(logits, labels)
+
+
+def probability_margin(logits: Array, labels: Array) -> Array:
+  """Returns the largest other probability minus the label's."""
+  return margin(jax.nn.softmax(logits), labels)
+
+
+def dlr(logits: Array, labels: Array) -> Array:
+  """Returns the margin over the distance of the largest and the third logit.
+
+  This is AutoAttack's loss: the scale of the logits cancels. With two classes
+  there is no third logit, and no scale that could lead astray either: the
+  direction of the gradient is that of the margin.
+  """
+  if logits.shape[-1] < 3:
+    return margin(logits, labels)
+  largest, _, third = _largest(logits, 3)
+  return margin(logits, labels) / (largest - third + 1e-12)
+
+
+def targeted_cross_entropy(
+  logits: Array, labels: Array, targets: Array
+) -> Array:
+  """Returns log softmax(logits) of the target."""
+  del labels
+  return -cross_entropy(logits, targets)
+
+
+def targeted_margin(logits: Array, labels: Array, targets: Array) -> Array:
+  """Returns the target's logit minus the label's."""
+  return _pick(logits, targets) - _pick(logits, labels)
+
+
+def targeted_probability_margin(
+  logits: Array, labels: Array, targets: Array
+) -> Array:
+  """Returns the target's probability minus the label's."""
+  return targeted_margin(jax.nn.softmax(logits), labels, targets)
+
+
+def targeted_dlr(logits: Array, labels: Array, targets: Array) -> Array:
+  """Returns AutoAttack's targeted loss, scaled by the four largest logits.
+
+  With three classes the fourth is left out; with two, see `dlr`.
+  """
+  margins = targeted_margin(logits, labels, targets)
+  classes = logits.shape[-1]
+  if classes < 3:
+    return margins
+  largest, _, *others = _largest(logits, min(classes, 4))
+  return margins / (largest - sum(others) / len(others) + 1e-12)
+
+
+def _pick(values: Array, labels: Array) -> Array:
+  return jnp.take_along_axis(values, labels[:, None], axis=-1)[:, 0]
+
+
+def _largest_other(logits: Array, labels: Array) -> Array:
+  is_label = jax.nn.one_hot(labels, logits.shape[-1], dtype=bool)
+  return jnp.max(jnp.where(is_label, -jnp.inf, logits), axis=-1)
+
+
+def _largest(logits: Array, count: int) -> list[Array]:
+  """Returns the `count` largest logits, largest first.
+
+  Found one after the other: for so few, that is faster than a sort, and its
+  gradient is, too.
+  """
+  found = []
+  for _ in range(count):
+    place = jnp.argmax(logits, axis=-1)
+    found.append(_pick(logits, place))
+    taken = jax.nn.one_hot(place, logits.shape[-1], dtype=bool)
+    logits = jnp.where(taken, -jnp.inf, logits)
+  return found
+
+
+LOSSES = {
+  'ce': cross_entropy,
+  'margin': margin,
+  'dlr': dlr,
+  'probability_margin': probability_margin,
+}
+TARGETED = {
+  'ce': targeted_cross_entropy,
+  'margin': targeted_margin,
+  'dlr': targeted_dlr,
+  'probability_margin': targeted_probability_margin,
+}

@@ -1,0 +1,317 @@
+"""Norms: a ball, its steepest ascent and its projections, for one example.
+
+Each function takes the perturbation or gradient of ONE example, a vector, and
+is meant to be vmapped over the batch. A box `low <= delta <= high` around zero
+may be in the way (in pixels, [0, 1] is); without one the bounds are infinite:
+
+>>> import jax.numpy as jnp
+>>> free = jnp.full(3, -jnp.inf), jnp.full(3, jnp.inf)
+>>> L1.project(jnp.array([3.0, -1.0, 0.5]), *free, 3.0).tolist()
+[2.5, -0.5, 0.0]
+>>> L1.project(jnp.array([3.0, -1.0, 0.5]), free[0], jnp.ones(3), 2.25).tolist()
+[1.0, -0.875, 0.375]
+>>> L2.ascend(jnp.array([3e-20, 4e-20]), True, keep=1).round(3).tolist()
+[0.6..., 0.8...]
+
+Every projection is exact and none of them sorts: a sort is slow on a CPU.
+Sums are written as products with a vector of ones: XLA's CPU backend
+vectorises matmuls but not reductions, and sums are what these functions do.
+"""
+
+import dataclasses
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+Array = jax.Array
+
+
+@dataclasses.dataclass(frozen=True)
+class Norm:
+  """A norm as the attacks see it.
+
+  Attributes:
+    name: `'linf'`, `'l2'`, `'l1'`.
+    length: `length(x)`: the norm of x.
+    random_start: `random_start(noise, eps)`: from n + 2 independent uniform
+      numbers in (-1, 1), a uniform point of the eps-ball in n dimensions.
+      (Made from noise, not from a key, so that all norms share one generator:
+      compiling it takes longer than all else here.)
+    ascend: `ascend(gradient, free, keep)`: the step that climbs, whatever the
+      gradient's scale: of length one in the coordinates that are `free` to
+      move (zero if the gradient is). The others are pushed alike, against their
+      bounds, so that a projection onto ball and box does not take them back.
+      For l1 a step moves the `keep` steepest of the free coordinates by equal
+      shares.
+    project: `project(x, low, high, eps)`: the point of the eps-ball and the
+      box nearest to x in the Euclidean distance.
+    to_plane: `to_plane(slope, gap, low, high)`: the shortest step d in this
+      norm with `slope @ d = gap` inside the box. Where the box does not reach
+      the plane, the step that comes nearest to it.
+  """
+
+  name: str
+  length: Callable[[Array], Array]
+  random_start: Callable[[Array, Array], Array]
+  ascend: Callable[[Array, Array, Array], Array]
+  project: Callable[[Array, Array, Array, Array], Array]
+  to_plane: Callable[[Array, Array, Array, Array], Array]
+
+
+def rescale(x: Array) -> Array:
+  """Divides by the largest entry; NaN becomes 0, infinity the largest."""
+  # XLA divides by multiplying with 1 / largest, which must be a normal float.
+  x = jnp.clip(jnp.nan_to_num(x), -8e37, 8e37)
+  largest = jnp.max(jnp.abs(x))
+  return jnp.where(largest > 0, x / jnp.where(largest > 0, largest, 1), 0)
+
+
+def total(x: Array) -> Array:
+  """Returns the sum of the entries."""
+  return jnp.vdot(x, jnp.ones_like(x), precision=lax.Precision.HIGHEST)
+
+
+def _count(holds: Array, dtype=jnp.float32) -> Array:
+  return total(holds.astype(dtype))
+
+
+def _room(direction: Array, low: Array, high: Array) -> Array:
+  """How far each coordinate can go the way it is to go."""
+  return jnp.where(direction > 0, high, -low)
+
+
+def _fill(weight: Array, rate: Array, room: Array, goal: Array) -> Array:
+  """Finds t with `sum(weight * min(t * rate, room)) = goal`.
+
+  The sum is concave in t, so Newton's method from the left never overshoots,
+  and as the sum is piecewise linear it arrives in as many steps as there are
+  changes of the set of coordinates with room left. Where all the room does not
+  suffice, t is so large that every coordinate is at its end.
+  """
+
+  def newton(state):
+    t, open_, count, _ = state
+    full = total(jnp.where(open_, 0, weight * room))
+    slope = total(jnp.where(open_, weight * rate, 0))
+    step = (goal - full) / jnp.where(slope > 0, slope, 1)
+    t = jnp.maximum(t, jnp.where(slope > 0, step, 1e30))
+    open_ &= t * rate < room
+    return t, open_, _count(open_, room.dtype), count
+
+  open_ = room > 0
+  count = _count(open_, room.dtype)
+  state = jnp.zeros_like(count), open_, count, count + 1
+  return lax.while_loop(lambda s: s[2] < s[3], newton, state)[0]
+
+
+# ----------------------------------------------------------------- l infinity
+
+
+def _linf_length(x: Array) -> Array:
+  return jnp.max(jnp.abs(x))
+
+
+def _linf_random_start(noise: Array, eps: Array) -> Array:
+  return eps * noise[:-2]
+
+
+def _linf_ascend(gradient: Array, free: Array, keep: Array) -> Array:
+  del free, keep  # All go as far as they can, and only l1 is sparse.
+  return jnp.sign(jnp.nan_to_num(gradient))
+
+
+def _linf_project(x: Array, low: Array, high: Array, eps: Array) -> Array:
+  return jnp.clip(x, jnp.maximum(low, -eps), jnp.minimum(high, eps))
+
+
+def _linf_to_plane(slope: Array, gap: Array, low: Array, high: Array) -> Array:
+  slope, gap = _towards(slope, gap)
+  size, room = jnp.abs(slope), _room(slope, low, high)
+  t = _fill(size, jnp.ones_like(size), room, gap)
+  return jnp.sign(slope) * jnp.minimum(t, room)
+
+
+# ------------------------------------------------------------------------- l2
+
+
+def _unit(x: Array) -> tuple[Array, Array]:
+  """The unit vector of x (0 for 0), and the length of x.
+
+  Scaled, so that the squares of 1e-20 and 1e20 do not leave float32.
+  """
+  scaled = rescale(x)
+  length = jnp.sqrt(total(scaled * scaled))
+  unit = scaled / jnp.where(length > 0, length, 1)
+  return unit, jnp.max(jnp.abs(x)) * length
+
+
+def _l2_length(x: Array) -> Array:
+  return _unit(x)[1]
+
+
+def _l2_random_start(noise: Array, eps: Array) -> Array:
+  # The first n coordinates of a uniform point on the sphere in n + 2
+  # dimensions are uniform in the ball in n dimensions.
+  unit, _ = _unit(lax.erf_inv(noise))
+  return eps * unit[:-2]
+
+
+def _l2_ascend(gradient: Array, free: Array, keep: Array) -> Array:
+  del keep  # Only l1 is sparse.
+  scaled = rescale(gradient)
+  length = jnp.sqrt(total(jnp.where(free, scaled * scaled, 0)))
+  return jnp.clip(scaled / jnp.where(length > 0, length, jnp.inf), -1, 1)
+
+
+def _l2_project(x: Array, low: Array, high: Array, eps: Array) -> Array:
+  """Shrinks by the factor s for which clip(s x, low, high) has length eps.
+
+  In units of eps, sum min(s^2 x^2, room^2) = 1 is what `_fill` solves.
+  """
+  unit, length = _unit(x)
+  eps = jnp.maximum(eps, 1e-30)  # A radius of 0 is one, too.
+  room = _room(x, low, high) / eps
+  square = _fill(jnp.ones_like(x), unit * unit, room * room, 1.0)
+  shrunk = eps * jnp.sqrt(square) * unit
+  inside = jnp.clip(x, low, high)
+  is_inside = (length <= eps) | (_l2_length(inside) <= eps)
+  return jnp.where(is_inside, inside, jnp.clip(shrunk, low, high))
+
+
+def _l2_to_plane(slope: Array, gap: Array, low: Array, high: Array) -> Array:
+  slope, gap = _towards(slope, gap)
+  size, room = jnp.abs(slope), _room(slope, low, high)
+  t = _fill(size, size, room, gap)
+  return jnp.sign(slope) * jnp.minimum(t * size, room)
+
+
+# ------------------------------------------------------------------------- l1
+
+
+def _l1_length(x: Array) -> Array:
+  return total(jnp.abs(x))
+
+
+def _l1_random_start(noise: Array, eps: Array) -> Array:
+  # n of n + 1 exponentials over the sum of all are uniform in the simplex and
+  # its inside; with random signs, in the ball.
+  exponential = -jnp.log1p(-jnp.abs(noise[:-1]))
+  point = jnp.sign(noise[:-2]) * exponential[:-1]
+  return eps * point / total(exponential)
+
+
+def _threshold(size: Array, mass: Array, goal: Array) -> Array:
+  """The largest entry t of `size` with `sum(mass[size >= t]) >= goal`.
+
+  Floats that are not negative are ordered like their bits, so the answer is
+  found bit by bit. On a CPU these 31 sums are several times cheaper than a
+  sort or `lax.top_k`.
+  """
+  bits = lax.bitcast_convert_type(size, jnp.int32)
+
+  def set_bit(i: int, found: Array) -> Array:
+    candidate = found | (jnp.int32(1) << (30 - i))
+    reached = total(jnp.where(bits >= candidate, mass, 0))
+    return jnp.where(reached >= goal, candidate, found)
+
+  passes = jnp.int32(0), jnp.int32(31)
+  found = lax.fori_loop(*passes, set_bit, jnp.zeros_like(bits[0]))
+  return lax.bitcast_convert_type(found, jnp.float32)
+
+
+def _l1_ascend(gradient: Array, free: Array, keep: Array) -> Array:
+  """SLIDE: equal shares for the `keep` largest of |gradient|."""
+  size = jnp.abs(jnp.nan_to_num(gradient))
+  mobile = jnp.where(free, size, 0)
+  threshold = _threshold(mobile, jnp.ones_like(size), keep)
+  kept = (size >= threshold) & (size > 0)
+  count = _count(kept & free)
+  return jnp.where(kept, jnp.sign(gradient), 0) / jnp.maximum(count, 1)
+
+
+def _l1_project(x: Array, low: Array, high: Array, eps: Array) -> Array:
+  """Soft thresholding inside the box: min(max(|x| - threshold, 0), room).
+
+  The sum of these is piecewise linear in the threshold. Newton's method, with
+  a bracket that halves wherever a step would leave it, finds the threshold at
+  which the sum is eps. The threshold is measured down from the largest |x|, so
+  that huge x cost no digits.
+  """
+  size = jnp.abs(x)
+  room = jnp.minimum(_room(x, low, high), eps)  # Nothing goes further.
+  top = jnp.max(size)
+  depth = size - top
+
+  def newton(state):
+    lowest, highest, below, _, i = state
+    lifted = depth + below
+    found = total(jnp.clip(lifted, 0, room))
+    falls_short = found < eps
+    lowest = jnp.where(falls_short, below, lowest)
+    highest = jnp.where(falls_short, highest, below)
+    # At a kink, the slope of the side that the step goes to.
+    at_end = lifted == jnp.where(falls_short, 0, room)
+    slope = _count(((lifted > 0) & (lifted < room)) | at_end)
+    step = below + (eps - found) / jnp.maximum(slope, 1)
+    holds = (slope > 0) & (step > lowest) & (step < highest)
+    step = jnp.where(holds, step, (lowest + highest) / 2)
+    done = (step == below) | (jnp.abs(found - eps) <= 2e-7 * eps)
+    return lowest, highest, jnp.where(done, below, step), done, i + 1
+
+  # Without a box what lies eps below the top ends at zero: start there.
+  is_free = jnp.all((room >= eps) | (size == 0))
+  highest = jnp.where(is_free, jnp.minimum(top, eps), top)
+  inside = jnp.clip(x, low, high)
+  is_inside = _l1_length(inside) <= eps
+  state = jnp.zeros_like(top), highest, highest, is_inside, 0
+  state = lax.while_loop(lambda s: ~s[3] & (s[4] < 64), newton, state)
+  projected = jnp.sign(x) * jnp.clip(depth + state[2], 0, room)
+  return jnp.where(is_inside, inside, projected)
+
+
+def _l1_to_plane(slope: Array, gap: Array, low: Array, high: Array) -> Array:
+  """Uses up the room of one coordinate after the other, steepest first."""
+  slope, gap = _towards(slope, gap)
+  size = jnp.abs(slope)
+  needed = gap / jnp.where(size > 0, size, 1)
+  room = jnp.minimum(_room(slope, low, high), needed)
+  room = jnp.where(size > 0, room, 0)
+  gain = size * room
+  threshold = _threshold(size, gain, gap)
+  rest = gap - total(jnp.where(size > threshold, gain, 0))
+  ties = total(jnp.where(size == threshold, gain, 0))
+  share = jnp.clip(rest / jnp.where(ties > 0, ties, 1), 0, 1)
+  step = jnp.where(size > threshold, room, 0)
+  step = jnp.where(size == threshold, share * room, step)
+  return jnp.sign(slope) * step
+
+
+_FARTHEST = 1e6  # No plane further away is ever of use to an attack.
+
+
+def _towards(slope: Array, gap: Array) -> tuple[Array, Array]:
+  """The plane with a slope of at most 1 and a gap of at least 0."""
+  slope = jnp.nan_to_num(slope)
+  largest = jnp.max(jnp.abs(slope))
+  gap = jnp.nan_to_num(gap) / jnp.where(largest > 0, largest, 1)
+  gap = jnp.clip(gap, -_FARTHEST, _FARTHEST)
+  return rescale(slope) * jnp.where(gap < 0, -1, 1), jnp.abs(gap)
+
+
+LINF = Norm(
+  'linf',
+  _linf_length,
+  _linf_random_start,
+  _linf_ascend,
+  _linf_project,
+  _linf_to_plane,
+)
+L2 = Norm(
+  'l2', _l2_length, _l2_random_start, _l2_ascend, _l2_project, _l2_to_plane
+)
+L1 = Norm(
+  'l1', _l1_length, _l1_random_start, _l1_ascend, _l1_project, _l1_to_plane
+)
+NORMS = {norm.name: norm for norm in (LINF, L2, L1)}

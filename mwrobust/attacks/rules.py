@@ -1,0 +1,298 @@
+"""Step rules: how a climb goes from one point to the next.
+
+A rule has optax's shape: `init` makes its state, a NamedTuple, and `update`
+turns the state and the point that was just evaluated into a new state and the
+next delta. Both are written for one example; `climb` vmaps them.
+
+>>> import jax.numpy as jnp
+>>> from mwrobust.attacks import geometry, norms
+>>> ball = geometry.Ball(norms.LINF)
+>>> low, high = jnp.array([-0.5, -0.5]), jnp.array([0.5, 0.0])
+>>> domain = geometry.Domain(jnp.zeros(2), low, high)
+>>> point = Point(jnp.zeros(2), jnp.float32(1.0), jnp.array([3.0, 2.0]))
+>>> (step,) = plan('pgd', steps=1, eps=0.25, norm='linf', features=2)
+>>> state = PGD.init(point.delta, step)
+>>> state, delta = PGD.update(state, point, step, ball, domain)
+>>> delta.tolist()
+[0.25, 0.0]
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from mwrobust.attacks.geometry import Ball, Domain
+
+Array = jax.Array
+
+
+class Point(NamedTuple):
+  """A point that was evaluated: its loss, and the gradient there."""
+
+  delta: Array
+  loss: Array
+  gradient: Array
+
+
+class Step(NamedTuple):
+  """What a rule is told about one step.
+
+  Attributes:
+    eps: the radius of the ball that the next point has to be in.
+    size: `pgd`: the length of the step.
+    keep: l1: how many coordinates a step moves, to begin with.
+    sparse: whether the norm is l1.
+    renews: whether the next point is the first in a smaller ball.
+    checks: `apgd`: whether to look back and to adapt.
+    window: `apgd`: how many steps to look back over.
+  """
+
+  eps: Array
+  size: Array
+  keep: Array
+  sparse: Array
+  renews: Array
+  checks: Array
+  window: Array
+
+
+class Rule(NamedTuple):
+  """A step rule.
+
+  Attributes:
+    init: `init(delta, step) -> state`, before the first step.
+    update: `update(state, point, step, ball, domain) -> (state, delta)`.
+  """
+
+  init: Callable
+  update: Callable
+
+
+# ------------------------------------------------------------------------ PGD
+
+
+class PgdState(NamedTuple):
+  """PGD remembers nothing."""
+
+
+def _pgd_init(delta: Array, step: Step) -> PgdState:
+  del delta, step
+  return PgdState()
+
+
+def _pgd_update(
+  state: PgdState, point: Point, step: Step, ball: Ball, domain: Domain
+) -> tuple[PgdState, Array]:
+  """Takes the steepest step, then goes back into the ball."""
+  x, gradient = point.delta, point.gradient
+  ascent = step.size * ball.ascend(x, gradient, domain, step.keep)
+  return state, ball.project(x + ascent, domain, step.eps)
+
+
+PGD = Rule(_pgd_init, _pgd_update)
+
+
+# ----------------------------------------------------------------------- APGD
+
+
+class ApgdState(NamedTuple):
+  """What APGD remembers of one example.
+
+  Attributes:
+    previous: the delta before the last step.
+    moved: whether there has been a step yet.
+    size: the length of a step.
+    best: the point with the highest loss in this ball.
+    last_loss: at the point before this one.
+    rises: how often the loss rose since the last check.
+    loss_at_check: the highest loss at the last check.
+    reduced: whether the last check made the steps smaller.
+    keep: l1: how many coordinates a step moves.
+    support: l1: how many coordinates of the best were not zero at the last
+      check.
+  """
+
+  previous: Array
+  moved: Array
+  size: Array
+  best: Point
+  last_loss: Array
+  rises: Array
+  loss_at_check: Array
+  reduced: Array
+  keep: Array
+  support: Array
+
+
+def _apgd_init(delta: Array, step: Step) -> ApgdState:
+  features = jnp.float32(delta.size)
+  return _apgd_begin(delta, step, step.keep, features)
+
+
+def _apgd_begin(
+  delta: Array, step: Step, keep: Array, support: Array
+) -> ApgdState:
+  lowest = jnp.full_like(delta[0], -jnp.inf)
+  return ApgdState(
+    previous=delta,
+    moved=jnp.zeros_like(lowest, bool),
+    size=jnp.where(step.sparse, 1, 2) * step.eps,
+    best=Point(delta, lowest, jnp.zeros_like(delta)),
+    last_loss=-lowest,
+    rises=jnp.zeros_like(lowest),
+    loss_at_check=lowest,
+    reduced=jnp.ones_like(lowest, bool),
+    keep=jnp.asarray(keep, delta.dtype),
+    support=support,
+  )
+
+
+def _apgd_update(
+  state: ApgdState, point: Point, step: Step, ball: Ball, domain: Domain
+) -> tuple[ApgdState, Array]:
+  """Steps with momentum; halves the step and goes back to the best if stuck.
+
+  AutoAttack's rule: x' = P(x + 0.75 (P(x + size d) - x) + 0.25 (x - x_old)).
+  With l1 there is no momentum, and the checks adapt how sparse the steps are.
+  """
+  rises = state.rises + (point.loss > state.last_loss)
+  best = _where(point.loss > state.best.loss, point, state.best)
+  support = jnp.sum(best.delta != 0, dtype=best.delta.dtype)
+
+  # ---- look back
+  shrank = support < 0.95 * state.support
+  sparse_size = jnp.where(shrank, step.eps, state.size / 1.5)
+  sparse_size = jnp.clip(sparse_size, step.eps / 10, step.eps)
+  stalls = rises <= 0.75 * step.window
+  stalls |= ~state.reduced & (state.loss_at_check >= best.loss)
+  dense_size = jnp.where(stalls, state.size / 2, state.size)
+
+  def adapt(value, now):
+    return jnp.where(step.checks, value, now)
+
+  goes_back = step.checks & jnp.where(step.sparse, shrank, stalls)
+  size = adapt(jnp.where(step.sparse, sparse_size, dense_size), state.size)
+  keep = adapt(jnp.maximum(support / 1.5, 1), state.keep)
+  start = _where(goes_back, best, point)
+
+  # ---- step
+  x, old = start.delta, state.previous
+  proposal = x + size * ball.ascend(x, start.gradient, domain, keep)
+  proposal = ball.project(proposal, domain, step.eps)
+  share = jnp.where(state.moved & ~step.sparse, 0.75, 1.0)
+  proposal = x + share * (proposal - x) + (1 - share) * (x - old)
+  delta = jnp.where(step.renews, best.delta, proposal)
+  delta = ball.project(delta, domain, step.eps)
+
+  stepped = ApgdState(
+    previous=x,
+    moved=jnp.ones_like(state.moved),
+    size=size,
+    best=best,
+    last_loss=point.loss,
+    rises=adapt(jnp.zeros_like(rises), rises),
+    loss_at_check=adapt(best.loss, state.loss_at_check),
+    reduced=adapt(stalls, state.reduced),
+    keep=keep,
+    support=adapt(support, state.support),
+  )
+  support = jnp.sum(delta != 0, dtype=delta.dtype)
+  renewed = _apgd_begin(delta, step, jnp.maximum(support / 1.5, 1), support)
+  return _where(step.renews, renewed, stepped), delta
+
+
+APGD = Rule(_apgd_init, _apgd_update)
+RULES = {'pgd': PGD, 'apgd': APGD}
+
+
+def _where(holds, yes, no):
+  return jax.tree.map(lambda y, n: jnp.where(holds, y, n), yes, no)
+
+
+# ---------------------------------------------------------------- the schedule
+
+
+def plan(
+  rule: str,
+  *,
+  steps: int,
+  eps: float,
+  norm: str,
+  features: int,
+  step_size: float | None = None,
+  percentile: float = 99.0,
+  radii: Sequence[float] = (1.0,),
+) -> list[Step]:
+  """Writes down every step of a climb, one `Step` for each.
+
+  Args:
+    rule: `'pgd'` or `'apgd'`.
+    steps: gradient steps in all.
+    eps: the radius of the threat.
+    norm: its name.
+    features: how many coefficients there are.
+    step_size: `pgd`: the length of a step; 2.5 eps / steps if None.
+    percentile: `pgd` with l1: a step moves the top (100 - percentile) %.
+    radii: the balls to climb in, one after the other, in multiples of eps.
+  """
+  lengths = stage_lengths(steps, len(radii))
+  size = 2.5 * eps / steps if step_size is None else step_size
+  if rule == 'pgd':
+    keep = max(1, features - math.floor(percentile * features / 100))
+  else:
+    keep = max(1, math.floor(0.2 * features))
+  planned = []
+  for stage, (radius, length) in enumerate(zip(radii, lengths, strict=True)):
+    checkpoints = [0, *apgd_checkpoints(length, norm)]
+    window = dict(zip(checkpoints[1:], np.diff(checkpoints), strict=True))
+    for i in range(length):
+      renews = i == length - 1 and stage < len(radii) - 1
+      planned.append(
+        Step(
+          eps=np.float32(eps * (radii[stage + 1] if renews else radius)),
+          size=np.float32(size),
+          keep=np.float32(keep),
+          sparse=np.bool_(norm == 'l1'),
+          renews=np.bool_(renews),
+          checks=np.bool_(i in window),
+          window=np.float32(window.get(i, 0)),
+        )
+      )
+  return planned
+
+
+def stage_lengths(steps: int, stages: int) -> list[int]:
+  """Divides the steps among the balls; the last, which counts, has most.
+
+  >>> stage_lengths(100, 3)
+  [30, 30, 40]
+  >>> stage_lengths(4, 3)
+  [1, 1, 2]
+  """
+  if stages == 1:
+    return [steps]
+  before = max(1, math.floor(0.9 * steps / stages))
+  return [*[before] * (stages - 1), steps - (stages - 1) * before]
+
+
+def apgd_checkpoints(steps: int, norm: str) -> list[int]:
+  """Returns after which steps APGD looks back.
+
+  >>> apgd_checkpoints(100, 'linf')
+  [22, 41, 57, 70, 80, 87, 93, 99]
+  """
+  if norm == 'l1':
+    every = max(1, int(0.04 * steps))
+    return list(range(every, steps, every))
+  window, shortest = max(1, int(0.22 * steps)), max(1, int(0.06 * steps))
+  shorter = max(1, int(0.03 * steps))
+  checkpoints = [window]
+  while True:
+    window = max(window - shorter, shortest)
+    if checkpoints[-1] + window >= steps:
+      return checkpoints
+    checkpoints.append(checkpoints[-1] + window)

@@ -1,0 +1,288 @@
+"""Square: random search with windows, without gradients.
+
+Andriushchenko et al., "Square Attack" (2020). In every query each example draws
+a window of its coefficients, perturbs it, and keeps the result if the margin
+falls. Windows are drawn for each example, so that its fate does not depend on
+the batch, and they reach every row and column.
+"""
+
+import dataclasses
+import math
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from mwrobust.attacks import losses, norms
+from mwrobust.attacks.checks import check_count
+from mwrobust.attacks.geometry import Domain, StrictBall
+from mwrobust.attacks.problem import Best, Problem, better, judge
+
+Array = jax.Array
+
+_SHARE = 0.8  # Of the coefficients, what the first window covers,
+_HALVES = (10, 50, 200, 500, 1000, 2000, 4000, 6000, 8000)  # halved after.
+_TILES = 5  # l2 and l1 start with so many windows along a side.
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Square:
+  """The Square attack; made by `square`.
+
+  Attributes:
+    queries: forward passes of a try.
+    restarts: random starts.
+  """
+
+  queries: int
+  restarts: int = 1
+
+  def __post_init__(self):
+    check_count('queries', self.queries)
+    check_count('restarts', self.restarts)
+
+  @property
+  def tries(self) -> int:
+    """How often it runs."""
+    return self.restarts
+
+  @property
+  def stops_early(self) -> bool:
+    """An example that is fooled is left alone."""
+    return True
+
+  def prepare(self, problem: Problem, eps: float, norm: norms.Norm):
+    """Makes `attempt(number, best) -> (best, stuck)`."""
+    return _prepare(self, problem, eps, norm)
+
+
+def square(queries: int = 5000, *, restarts: int = 1) -> Square:
+  """The Square attack: see `Square` for the arguments."""
+  return Square(queries=queries, restarts=restarts)
+
+
+class _Search(NamedTuple):
+  """Where a search is: after so many queries, and the best so far."""
+
+  query: Array
+  best: Best
+
+
+def _prepare(attack: Square, problem: Problem, eps: float, norm: norms.Norm):
+  radius = problem.scale * eps
+  grid = _Grid.of(problem.geometry.map.shape)
+  windows = _Linf(grid) if norm is norms.LINF else _Mass(grid, norm)
+  sides = jnp.asarray(_sides(attack.queries, grid, windows.smallest))
+  logits_fn = problem.constant(problem.logits)
+  ball = problem.geometry.ball
+
+  def settle(delta: Array, domain: Domain) -> Array:
+    # Clipping to the bounds does not leave the ball.
+    if isinstance(ball, StrictBall):
+      return ball.project(delta, domain, radius)
+    return jnp.clip(delta, domain.low, domain.high)
+
+  def ask(delta: Array) -> Best:
+    logits = logits_fn(problem.final_images(delta))
+    margin = losses.margin(logits, problem.labels)
+    return judge(delta, margin, logits, problem.labels)
+
+  def attempt(number, best):
+    keys = problem.keys(number)
+
+    def draw(query, count):
+      return jax.vmap(
+        lambda key: jax.random.uniform(jax.random.fold_in(key, query), (count,))
+      )(keys)
+
+    def start(random, domain):
+      delta = grid.flatten(windows.start(random, radius))
+      return ball.project(delta, domain, radius)
+
+    def propose(random, delta, domain, side):
+      new = windows.propose(random, grid.unflatten(delta), side, radius)
+      return settle(grid.flatten(new), domain)
+
+    first = jax.vmap(start)(draw(0, windows.start_draws), problem.domain)
+    found = ask(first)
+
+    def advance(search: _Search) -> _Search:
+      random = draw(search.query, windows.draws)
+      side = sides[search.query]
+      new = jax.vmap(lambda *args: propose(*args, side))(
+        random, search.best.delta, problem.domain
+      )
+      asked = ask(new)
+      lower = better(search.best, asked, ~search.best.fooled)
+      return _Search(search.query + 1, lower)
+
+    def goes_on(search: _Search) -> Array:
+      fooled = search.best.fooled | best.fooled
+      return (search.query < attack.queries) & ~jnp.all(fooled)
+
+    search = lax.while_loop(goes_on, advance, _Search(jnp.int32(1), found))
+    stuck = jnp.zeros_like(best.fooled)
+    return better(best, search.best, ~best.fooled), stuck
+
+  return attempt
+
+
+def _sides(queries: int, grid: '_Grid', smallest: int) -> np.ndarray:
+  """Returns the height and width of the window of each query."""
+  past = np.arange(queries)[:, None] > np.array(_HALVES)
+  area = _SHARE * 0.5 ** past.sum(axis=1) * grid.height * grid.width
+  side = np.maximum(np.round(np.sqrt(area)), smallest)
+  if smallest > 1:
+    side += side % 2 == 0  # An odd window has a centre.
+  limits = np.array([grid.height, grid.width])
+  return np.minimum(side[:, None], limits).astype(np.int32)
+
+
+class _Grid(NamedTuple):
+  """The coefficients as [height, width, channels], padded where need be."""
+
+  height: int
+  width: int
+  channels: int
+  size: int
+
+  @classmethod
+  def of(cls, shape: tuple[int, ...]) -> '_Grid':
+    size = math.prod(shape)
+    if len(shape) == 3:
+      return cls(*shape, size)
+    side = math.ceil(math.sqrt(size))
+    return cls(math.ceil(size / side), side, 1, size)
+
+  def unflatten(self, vector: Array) -> Array:
+    padding = math.prod(self[:3]) - self.size
+    return jnp.pad(vector, (0, padding)).reshape(self[:3])
+
+  def flatten(self, values: Array) -> Array:
+    return values.ravel()[: self.size]
+
+  def window(self, corner: Array, side: Array) -> tuple[Array, Array]:
+    """Returns each row's and each column's place in a window.
+
+    Args:
+      corner: two uniform numbers in [0, 1).
+      side: the window's height and width.
+    """
+    limits = jnp.array([self.height, self.width])
+    start = jnp.floor(corner * (limits - side + 1)).astype(jnp.int32)
+    rows = jnp.arange(self.height) - start[0]
+    columns = jnp.arange(self.width) - start[1]
+    return rows[:, None, None], columns[None, :, None]
+
+
+def _inside(rows: Array, columns: Array, side: Array) -> Array:
+  in_rows = (rows >= 0) & (rows < side[0])
+  return in_rows & (columns >= 0) & (columns < side[1])
+
+
+def _signs(random: Array) -> Array:
+  return jnp.where(random < 0.5, -1.0, 1.0)
+
+
+class _Linf:
+  """Windows of +-eps."""
+
+  smallest = 1
+
+  def __init__(self, grid: _Grid):
+    self.grid = grid
+    self.start_draws = grid.width * grid.channels
+    self.draws = 2 + grid.channels
+
+  def start(self, random: Array, eps: Array) -> Array:
+    """Returns vertical stripes."""
+    stripes = _signs(random).reshape(1, self.grid.width, self.grid.channels)
+    return eps * jnp.broadcast_to(stripes, self.grid[:3])
+
+  def propose(
+    self, random: Array, delta: Array, side: Array, eps: Array
+  ) -> Array:
+    """Fills a window with one sign for each channel.
+
+    Where that would change nothing, the opposite signs do.
+    """
+    corner, signs = random[:2], _signs(random[2:]).reshape(1, 1, -1)
+    inside = _inside(*self.grid.window(corner, side), side)
+    differs = jnp.any(inside & (jnp.sign(delta) != signs) & (delta != 0))
+    signs = jnp.where(differs, signs, -signs)
+    return jnp.where(inside, eps * signs, delta)
+
+
+class _Mass:
+  """l2 and l1: mass moves from one window to another."""
+
+  smallest = 3  # Smaller ones have hardly any mass to move.
+
+  def __init__(self, grid: _Grid, norm: norms.Norm):
+    self.grid = grid
+    self.power = 2.0 if norm is norms.L2 else 1.0
+    self.tile = max(1, min(grid.height, grid.width) // _TILES)
+    rows, columns = (
+      math.ceil(side / self.tile) for side in (grid.height, grid.width)
+    )
+    self.start_draws = rows * columns * grid.channels
+    self.draws = 5 + grid.channels
+
+  def mass(self, delta: Array) -> Array:
+    return norms.total((jnp.abs(delta) ** self.power).ravel())
+
+  def of_mass(self, delta: Array, mass: Array) -> Array:
+    """Returns the delta, scaled to that mass."""
+    ratio = mass / jnp.maximum(self.mass(delta), 1e-30)
+    return delta * ratio ** (1 / self.power)
+
+  def bump(self, rows: Array, columns: Array, side: Array, axis: Array):
+    """Returns two hills of opposite signs, beside or below each other."""
+    along = jnp.where(axis, rows, columns)
+    across = jnp.where(axis, columns, rows)
+    long = jnp.where(axis, side[0], side[1]).astype(jnp.float32)
+    wide = jnp.where(axis, side[1], side[0]).astype(jnp.float32)
+    second = along >= long / 2
+    centre = jnp.floor(jnp.where(second, 0.75, 0.25) * long)
+    away = jnp.maximum(
+      jnp.abs(along - centre), jnp.abs(across - jnp.floor(wide / 2))
+    )
+    hill = 1 / (1 + 1.5 * away) if self.power == 2 else (1 + away) ** -3.6
+    return jnp.where(second, -hill, hill)
+
+  def start(self, random: Array, eps: Array) -> Array:
+    """Returns a grid of bumps, far outside of the ball.
+
+    Their projection onto it is sparse with l1.
+    """
+    tile = self.tile
+    rows = jnp.arange(self.grid.height)[:, None, None]
+    columns = jnp.arange(self.grid.width)[None, :, None]
+    side = jnp.array([tile, tile])
+    bumps = self.bump(rows % tile, columns % tile, side, True)
+    high = math.ceil(self.grid.height / tile)
+    signs = _signs(random).reshape(high, -1, self.grid.channels)
+    signs = jnp.repeat(jnp.repeat(signs, tile, 0), tile, 1)
+    signs = signs[: self.grid.height, : self.grid.width]
+    return self.of_mass(bumps * signs, (_TILES * eps) ** self.power)
+
+  def propose(
+    self, random: Array, delta: Array, side: Array, eps: Array
+  ) -> Array:
+    """Moves the mass of one window to another, on top of a new bump.
+
+    What the bounds have cut off the perturbation is given back to it as well.
+    """
+    corners, axis, signs = random[:4], random[4] < 0.5, _signs(random[5:])
+    here, there = (self.grid.window(corners[i : i + 2], side) for i in (0, 2))
+    in_here, in_there = (_inside(*w, side) for w in (here, there))
+    old = jnp.where(in_here, delta, 0)
+    freed = self.mass(jnp.where(in_here | in_there, delta, 0))
+    unused = jnp.maximum(eps**self.power - self.mass(delta), 0)
+    bump = self.bump(*here, side, axis) * signs.reshape(1, 1, -1)
+    bump = jnp.where(in_here, bump, 0)
+    new = self.of_mass(old, 1.0) + self.of_mass(bump, 1.0)
+    new = self.of_mass(new, freed + unused)
+    return jnp.where(in_here, new, jnp.where(in_there, 0, delta))
