@@ -43,7 +43,7 @@ KINDS = {
   'fab': attacks.fab(5, targets=1),
   'square': attacks.square(20),
 }
-EACH_KIND = pytest.mark.parametrize('kind', KINDS)
+CLIMBS = ('pgd', 'slide', 'apgd', 'apgd-t')  # A switch over them is quick.
 ORD = {'linf': np.inf, 'l2': 2, 'l1': 1}
 DUAL = {'linf': 1, 'l2': 2, 'l1': np.inf}
 DCT_BASIS = scipy.fft.dctn(
@@ -76,13 +76,24 @@ def run(attack, logits_fn, images, labels, ids=None, key=KEY, **more):
   )
 
 
-def run_each(pairs, logits_fn, images, labels, ids=None):
+def run_each(pairs, logits_fn, images, labels, ids=None, **more):
   """What each pair makes of the batch, compiled once."""
-  switch = jax.jit(functools.partial(attacks.make_switch(pairs), logits_fn))
+  switch = attacks.make_switch(pairs, **more)
+  switch = jax.jit(functools.partial(switch, logits_fn))
   return [
     switch(jnp.int32(index), KEY, images, labels, ids)
     for index in range(len(pairs))
   ]
+
+
+def of_every_kind(threats):
+  """Each threat with each climb, and FAB and Square for one of each norm."""
+  climbs = [(threat, KINDS[kind]) for threat in threats for kind in CLIMBS]
+  by_norm = {threat.norm: threat for threat in threats}.values()
+  others = [
+    (threat, KINDS[kind]) for kind in ('fab', 'square') for threat in by_norm
+  ]
+  return [*climbs, *others]
 
 
 def length_in_ball(threat, before, after):
@@ -198,7 +209,7 @@ def test_apgd_reaches_the_optimum_with_a_box_in_the_way(images):
 def test_apgd_reaches_the_optimum_of_a_strict_threat():
   threats = attacks.six_threats(0.3, 1.5, 4.0, clip='strict')
   pairs = [
-    (threat, attacks.apgd(100, loss='margin', radii=(1,))) for threat in threats
+    (threat, attacks.apgd(300, loss='margin', radii=(1,))) for threat in threats
   ]
   for threat, found in zip(
     threats, run_each(pairs, climbs, BINARY, CLIMB_LABELS), strict=True
@@ -450,24 +461,20 @@ def test_square_reaches_the_last_row_and_column():
 # --------------------------------------------------------------- the clip rules
 
 
-@EACH_KIND
-@EACH_OF_SIX
-def test_returns_images_in_the_set(threat, kind):
-  found = run(
-    attacks.make_attack(threat, KINDS[kind], details=True), curved, BINARY,
-    LABELS,
-  )  # fmt: skip
-  assert found.images.shape == IMAGES.shape
-  assert found.images.dtype == jnp.float32
-  assert ((found.images >= 0) & (found.images <= 1)).all()
-  assert (found.distance <= threat.eps * (1 + 1e-5)).all()
-  if threat.space == 'pixel':  # There, clipping does not leave the ball.
-    length = length_in_ball(threat, BINARY, found.images)
-    assert (length <= threat.eps * (1 + 1e-5)).all()
-  strict = dataclasses.replace(threat, clip='strict')
-  found = run(attacks.make_attack(strict, KINDS[kind]), curved, BINARY, LABELS)
-  length = length_in_ball(threat, BINARY, found)
-  assert (length <= threat.eps * (1 + 1e-4)).all()
+@pytest.mark.parametrize('clip', ['inside', 'strict', 'end'])
+def test_returns_images_in_the_set(clip):
+  pairs = of_every_kind(attacks.six_threats(*EPS, clip=clip))
+  for (threat, attack), found in zip(
+    pairs, run_each(pairs, curved, BINARY, LABELS, details=True), strict=True
+  ):
+    assert found.images.shape == IMAGES.shape
+    assert found.images.dtype == jnp.float32
+    assert ((found.images >= 0) & (found.images <= 1)).all()
+    assert (found.distance <= threat.eps * (1 + 1e-4)).all(), (threat, attack)
+    # In pixels, clipping does not leave the ball.
+    if threat.space == 'pixel' or clip == 'strict':
+      length = length_in_ball(threat, BINARY, found.images)
+      assert (length <= threat.eps * (1 + 1e-4)).all(), (threat, attack)
 
 
 def test_a_network_hides_outside_of_the_box_from_a_clip_at_the_end():
@@ -487,7 +494,7 @@ def test_a_network_hides_outside_of_the_box_from_a_clip_at_the_end():
     # The set is the same: only the paper's attacks look outside of [0, 1].
     (end, attacks.apgd(10), False),
     (end, attacks.fab(10, targets=1), False),
-    (end, attacks.square(100), False),
+    (end, attacks.square(1000), False),
   ):
     found = run(attacks.make_attack(threat, attack), trap, images, labels)
     assert ((trap(found).argmax(axis=1) == 0) == stands).all(), attack
@@ -509,19 +516,26 @@ def test_attacks_raise_their_loss():
 
 
 @pytest.mark.parametrize('loss', losses.TARGETED)
-def test_targeted_attacks_reach_their_class(loss):
+def test_targeted_attacks_come_nearer_to_their_class(loss):
+  def sure(images):  # Of the labels, so that nothing is fooled on the way.
+    return curved(images) + 30.0 * jax.nn.one_hot(LABELS, 5)
+
+  def gap(images, targets):
+    logits = np.asarray(curved(images))
+    rows = np.arange(6)
+    return logits[rows, targets] - logits[rows, LABELS]
+
   attack = attacks.make_attack(
     SIX[1], attacks.apgd(10, loss=loss, targets=3, radii=(1,))
   )
   order = np.argsort(-curved(IMAGES), axis=1)
-  others = [row[row != y] for row, y in zip(order, LABELS, strict=True)]
+  others = np.stack(
+    [row[row != y] for row, y in zip(order, LABELS, strict=True)]
+  )
   for rank in range(3):
-    found = run(attack, curved, IMAGES, LABELS, start=rank)
-    logits = np.asarray(curved(found))
-    before = np.asarray(curved(IMAGES))
-    for i, row in enumerate(others):
-      gap = logits[i, row[rank]] - logits[i, LABELS[i]]
-      assert gap > before[i, row[rank]] - before[i, LABELS[i]]
+    found = run(attack, sure, IMAGES, LABELS, start=jnp.int32(rank))
+    targets = others[:, rank]
+    assert (gap(found, targets) > gap(IMAGES, targets) + 1).all()
 
 
 # ---------------------------------------------------------- degenerate networks
@@ -537,24 +551,30 @@ DEGENERATE = {
 }
 
 
-@pytest.mark.parametrize('name', DEGENERATE)
-def test_degenerate_models_give_images(name):
+def test_degenerate_models_give_images():
+  names = list(DEGENERATE)
   pairs = [
-    (threat, attack)
-    for threat in SIX
-    for attack in (
-      *(attacks.pgd(3, loss=loss) for loss in losses.LOSSES),
-      attacks.apgd(6),
-      attacks.apgd(6, loss='dlr', targets=1),
-    )
+    *((threat, attacks.pgd(3)) for threat in SIX),
+    *((threat, attacks.apgd(6)) for threat in SIX),
+    *((SIX[1], attacks.apgd(6, loss=loss)) for loss in losses.LOSSES),
+    *(
+      (SIX[1], attacks.apgd(6, loss=loss, targets=1)) for loss in losses.LOSSES
+    ),
+    *((threat, KINDS['fab']) for threat in SIX),
+    *((threat, KINDS['square']) for threat in SIX),
   ]
-  for found in run_each(pairs, DEGENERATE[name], IMAGES, LABELS):
-    assert ((found >= 0) & (found <= 1)).all()
-  for threat in SIX:
-    for attack in (KINDS['fab'], KINDS['square']):
-      made = attacks.make_attack(threat, attack)
-      found = run(made, DEGENERATE[name], IMAGES, LABELS)
-      assert ((found >= 0) & (found <= 1)).all()
+  switch = attacks.make_switch(pairs)
+
+  @jax.jit
+  def run_one(index, network):
+    branches = [DEGENERATE[name] for name in names]
+    logits_fn = functools.partial(jax.lax.switch, network, branches)
+    return switch(logits_fn, index, KEY, IMAGES, LABELS)
+
+  for network, name in enumerate(names):
+    for index, pair in enumerate(pairs):
+      found = run_one(jnp.int32(index), jnp.int32(network))
+      assert ((found >= 0) & (found <= 1)).all(), (name, pair)
 
 
 def test_a_network_that_answers_nan_is_fooled():
@@ -619,19 +639,24 @@ OWN = {s.name: s for s in (own_rotation(), own_curve(), own_frame())}
 @pytest.mark.parametrize('name', OWN)
 def test_a_space_of_ones_own(name):
   images = 0.3 + 0.4 * IMAGES  # Where nothing is clipped.
-  before = losses.cross_entropy(curved(images), LABELS).mean()
-  for norm, eps in (('linf', 0.05), ('l2', 0.25), ('l1', 0.12)):
-    threat = attacks.Threat(space=OWN[name], norm=norm, eps=eps)
-    for kind, attack in KINDS.items():
-      made = attacks.make_attack(threat, attack)
-      found = run(made, curved, images, LABELS)
-      after = losses.cross_entropy(curved(found), LABELS).mean()
-      if kind != 'fab':  # It returns the image where none is near enough.
-        assert after > before, (norm, kind)
-      assert ((found > 0) & (found < 1)).all()
-      if name != 'frame':  # Not one to one.
-        length = length_in_ball(threat, images, found)
-        assert (length <= eps * (1 + 1e-4)).all(), (norm, kind)
+  labels = np.argmax(curved(images), axis=1).astype(np.int32)
+  before = losses.margin(curved(images), labels)
+  threats = [
+    attacks.Threat(space=OWN[name], norm=norm, eps=eps)
+    for norm, eps in (('linf', 0.1), ('l2', 0.5), ('l1', 0.4))
+  ]
+  pairs = of_every_kind(threats)
+  for (threat, attack), found in zip(
+    pairs, run_each(pairs, curved, images, labels), strict=True
+  ):
+    after = losses.margin(curved(found), labels)
+    assert after.mean() > before.mean() - 1e-6, (threat, attack)
+    if not isinstance(attack, attacks.Fab):  # It may find nothing so near.
+      assert after.mean() > before.mean() + 1e-3, (threat, attack)
+    assert ((found > 0) & (found < 1)).all()
+    if name != 'frame':  # Not one to one.
+      length = length_in_ball(threat, images, found)
+      assert (length <= threat.eps * (1 + 1e-4)).all(), (threat, attack)
 
 
 def test_a_switch_over_spaces_of_different_sizes():
@@ -646,28 +671,30 @@ def test_a_switch_over_spaces_of_different_sizes():
     np.testing.assert_allclose(found, alone, atol=1e-5)
 
 
-@pytest.mark.parametrize('classes', [2, 3])
-@pytest.mark.parametrize('shape', [(6, 10, 1), (10, 6, 3)])
-@EACH_KIND
-def test_few_classes_channels_and_sizes_that_are_not_square(
-  classes, shape, kind
-):
+@pytest.mark.parametrize(
+  ('classes', 'shape'), [(2, (6, 10, 1)), (3, (10, 6, 3))]
+)
+def test_few_classes_channels_and_sizes_that_are_not_square(classes, shape):
   rng = np.random.default_rng(1)
   images = rng.uniform(size=(4, *shape)).astype(np.float32)
   weights = rng.normal(size=(images[0].size, classes)).astype(np.float32)
   logits_fn = functools.partial(linear, weights=weights)
   labels = np.argmax(logits_fn(images), axis=1).astype(np.int32)
+  before = losses.margin(logits_fn(images), labels)
   names = ['pixel', 'dct', 'block_dct', 'haar', *['colour'] * (shape[2] == 3)]
-  for space in names:
-    for norm, eps in (('linf', 0.3), ('l2', 2.0), ('l1', 10.0)):
-      threat = attacks.Threat(space=space, norm=norm, eps=eps)
-      attack = attacks.make_attack(threat, KINDS[kind])
-      found = run(attack, logits_fn, images, labels)
-      before, after = (
-        losses.margin(logits_fn(x), labels) for x in (images, found)
-      )
-      assert (after > before - 1e-5).all(), (space, norm)
-      assert after.mean() > before.mean(), (space, norm)
+  pairs = of_every_kind(
+    [
+      attacks.Threat(space=space, norm=norm, eps=eps)
+      for space in names
+      for norm, eps in (('linf', 0.3), ('l2', 2.0), ('l1', 10.0))
+    ]
+  )
+  for (threat, attack), found in zip(
+    pairs, run_each(pairs, logits_fn, images, labels), strict=True
+  ):
+    after = losses.margin(logits_fn(found), labels)
+    assert after.mean() > before.mean(), (threat, attack)
+    assert (after > 0).any(), (threat, attack)
 
 
 # ------------------------------------------------------------------- contract

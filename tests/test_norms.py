@@ -34,7 +34,9 @@ TO_PLANE = {
   norm.name: jax.jit(jax.vmap(norm.to_plane)) for norm in norms.NORMS.values()
 }
 ASCEND = {
-  norm.name: jax.jit(jax.vmap(norm.ascend, (0, None)))
+  norm.name: jax.jit(
+    jax.vmap(lambda g, keep, norm=norm: norm.ascend(g, g == g, keep), (0, None))
+  )
   for norm in norms.NORMS.values()
 }
 ORD = {'linf': np.inf, 'l2': 2, 'l1': 1}
@@ -375,3 +377,18 @@ def test_random_start_at_the_ends_of_the_noise(norm, extreme):
   start = np.asarray(norm.random_start(noise, 0.5))
   assert np.isfinite(start).all()
   assert np.linalg.norm(start, ORD[norm.name]) <= 0.5 * (1 + 1e-6)
+
+
+@NORMS
+def test_ascend_pushes_what_is_held_and_is_as_long_in_what_is_free(norm):
+  gradient = jnp.array([9.0, -5.0, 4.0, 3.0, -1.0, 0.0])
+  free = jnp.array([False, True, False, True, True, True])
+  step = np.asarray(norm.ascend(gradient, free, 2))
+  length = np.linalg.norm(step[np.asarray(free)], ORD[norm.name])
+  assert length == pytest.approx(1, rel=1e-5)
+  assert step[0] > 0
+  assert step[0] <= 1
+  if norm.name == 'l1':  # The two steepest free ones, and what is steeper.
+    np.testing.assert_allclose(step, [0.5, -0.5, 0.5, 0.5, 0, 0])
+  none_free = norm.ascend(gradient, jnp.zeros(6, bool), 2)
+  assert np.isfinite(none_free).all()

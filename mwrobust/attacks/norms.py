@@ -73,8 +73,8 @@ def total(x: Array) -> Array:
   return jnp.vdot(x, jnp.ones_like(x), precision=lax.Precision.HIGHEST)
 
 
-def _count(holds: Array, dtype=jnp.float32) -> Array:
-  return total(holds.astype(dtype))
+def _count(holds: Array) -> Array:
+  return total(holds.astype(jnp.float32))
 
 
 def _room(direction: Array, low: Array, high: Array) -> Array:
@@ -92,18 +92,18 @@ def _fill(weight: Array, rate: Array, room: Array, goal: Array) -> Array:
   """
 
   def newton(state):
-    t, open_, count, _ = state
+    t, _ = state
+    open_ = t * rate < room
     full = total(jnp.where(open_, 0, weight * room))
     slope = total(jnp.where(open_, weight * rate, 0))
     step = (goal - full) / jnp.where(slope > 0, slope, 1)
-    t = jnp.maximum(t, jnp.where(slope > 0, step, 1e30))
-    open_ &= t * rate < room
-    return t, open_, _count(open_, room.dtype), count
+    return jnp.where(slope > 0, step, 1e30), t
 
-  open_ = room > 0
-  count = _count(open_, room.dtype)
-  state = jnp.zeros_like(count), open_, count, count + 1
-  return lax.while_loop(lambda s: s[2] < s[3], newton, state)[0]
+  # The first step is over coordinates that have room at all.
+  slope = total(jnp.where(room > 0, weight * rate, 0))
+  start = jnp.where(slope > 0, goal / jnp.where(slope > 0, slope, 1), 1e30)
+  rises = lambda state: state[0] > state[1] * (1 + 1e-6)  # noqa: E731
+  return lax.while_loop(rises, newton, (start, jnp.zeros_like(start)))[0]
 
 
 # ----------------------------------------------------------------- l infinity
@@ -170,14 +170,16 @@ def _l2_project(x: Array, low: Array, high: Array, eps: Array) -> Array:
 
   In units of eps, sum min(s^2 x^2, room^2) = 1 is what `_fill` solves.
   """
-  unit, length = _unit(x)
   eps = jnp.maximum(eps, 1e-30)  # A radius of 0 is one, too.
-  room = _room(x, low, high) / eps
-  square = _fill(jnp.ones_like(x), unit * unit, room * room, 1.0)
-  shrunk = eps * jnp.sqrt(square) * unit
+  unit, _ = _unit(x)
+  room = jnp.square(_room(x, low, high) / eps)
   inside = jnp.clip(x, low, high)
-  is_inside = (length <= eps) | (_l2_length(inside) <= eps)
-  return jnp.where(is_inside, inside, jnp.clip(shrunk, low, high))
+  is_inside = total(jnp.minimum(jnp.square(x / eps), room)) <= 1
+  # Where nothing is to be done, an empty goal is reached at once.
+  goal = jnp.where(is_inside, 0.0, 1.0)
+  square = _fill(jnp.ones_like(x), unit * unit, room, goal)
+  shrunk = jnp.clip(eps * jnp.sqrt(square) * unit, low, high)
+  return jnp.where(is_inside, inside, shrunk)
 
 
 def _l2_to_plane(slope: Array, gap: Array, low: Array, high: Array) -> Array:

@@ -1,0 +1,198 @@
+"""How strong the attacks are: ours beside the peers', attack by attack.
+
+  python -m benchmarks.strength_networks --data=DIR --output=NETWORKS
+  python benchmarks/strength_peers.py ... --output=PEERS/linf.json
+  python -m benchmarks.strength --data=DIR --networks=NETWORKS --peers=PEERS
+
+Attacks every network NETWORKS/NAME.npz that is in `RADII` with AutoAttack's
+order, each attack on what the ones before left, and prints the accuracy after
+each, with the peers' from PEERS/NAME.json beside it where that exists. The
+first test images of MNIST. All CPU cores are used, each for a part of a batch.
+"""
+
+import functools
+import json
+import os
+import pathlib
+import platform
+import time
+
+if 'XLA_FLAGS' not in os.environ:  # Before jax looks at it.
+  cores = len(os.sched_getaffinity(0))
+  os.environ['XLA_FLAGS'] = f'--xla_force_host_platform_device_count={cores}'
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from absl import app, flags
+from flax import traverse_util
+
+from benchmarks.strength_networks import as_floats, read
+from mwrobust import attacks, models, sharding
+from mwrobust.document import markdown_table
+
+# linf, l2 and l1. Of first_edition also dct linf, in which it has nothing.
+RADII = {
+  'natural': (0.05, 1.0, 5.0),
+  'linf': (0.3, 2.0, 10.0),
+  'l2': (0.15, 1.5, 10.0),
+  'masked': (0.3, 2.0, 10.0),
+  'first_edition': (0.4, 1.0, 5.0),
+}
+ATTACKS = ('APGD-CE', 'APGD-T', 'FAB-T', 'Square')
+
+_DATA = flags.DEFINE_string(
+  'data', None, 'The folder of the MNIST files, *-ubyte.gz.', required=True
+)
+_NETWORKS = flags.DEFINE_string(
+  'networks', None, 'The folder of the networks.', required=True
+)
+_PEERS = flags.DEFINE_string('peers', None, "The folder of the peers' figures.")
+_ONLY = flags.DEFINE_list('only', list(RADII), 'Which networks to attack.')
+_SPACES = flags.DEFINE_list('spaces', ['pixel'], 'In which spaces.')
+_NORMS = flags.DEFINE_list('norms', ['linf', 'l2', 'l1'], 'Under which norms.')
+_EXAMPLES = flags.DEFINE_integer('examples', 200, 'How many test images.')
+_BATCH_SIZE = flags.DEFINE_integer('batch_size', 100, 'Images per batch.')
+_OUTPUT = flags.DEFINE_string('output', None, 'A JSON file for the figures.')
+
+
+def standard(norm: str) -> dict[str, attacks.Attack]:
+  """Returns AutoAttack's order, with its numbers."""
+  return dict(
+    zip(
+      ATTACKS,
+      (
+        attacks.apgd(100, restarts=5 if norm == 'l1' else 1),
+        attacks.apgd(100, loss='dlr', targets=5 if norm == 'l1' else 9),
+        attacks.fab(100, targets=9),
+        attacks.square(5000),
+      ),
+      strict=True,
+    )
+  )
+
+
+def load_network(path):
+  """Returns `logits_fn(variables, images)` and the variables of a file."""
+  with np.load(path, allow_pickle=False) as arrays:
+    arrays = dict(arrays)
+  mean, std = (
+    tuple(arrays.pop(name).ravel().tolist()) for name in ('mean', 'std')
+  )
+  variables = traverse_util.unflatten_dict(arrays, sep='/')
+  params = variables['params']
+  model = models.create(
+    'cnn',
+    num_classes=len(params['Dense_1']['bias']),
+    mean=mean,
+    std=std,
+    features=tuple(len(params[f'Conv_{i}']['bias']) for i in (0, 1)),
+    hidden=len(params['Dense_0']['bias']),
+  )
+  return functools.partial(model.apply, train=False), variables
+
+
+def make_step(logits_fn, threat, attack):
+  """Makes `step((variables, number), batch) -> fooled`, on every device."""
+  attack = attacks.make_attack(threat, attack)
+
+  def step(shared, batch):
+    variables, number = shared
+    images, labels, ids = batch
+    bound = functools.partial(logits_fn, variables)
+    key = jax.random.key(0)
+    found = attack(bound, key, images, labels, ids, start=number)
+    logits = bound(found)
+    # One that answers NaN is fooled.
+    is_nan = jnp.isnan(logits).any(axis=1)
+    return (logits.argmax(axis=1) != labels) | is_nan
+
+  return jax.jit(sharding.by_example(step))
+
+
+def attack_survivors(step, tries, variables, data, stands, batch_size):
+  """Attacks what stands, try by try, packed into full batches."""
+  for number in range(tries):
+    rows = np.flatnonzero(stands)
+    for start in range(0, len(rows), batch_size):
+      chosen = rows[start : start + batch_size]
+      padded = np.resize(chosen, batch_size)
+      fooled = step((variables, jnp.int32(number)), [x[padded] for x in data])
+      stands[chosen] &= ~np.asarray(fooled)[: len(chosen)]
+
+
+def attack_network(logits_fn, variables, data, threat, batch_size):
+  """Returns the accuracy and the seconds after each attack."""
+  images, labels, _ = data
+  stands = np.asarray(
+    jax.jit(logits_fn)(variables, images).argmax(axis=1) == labels
+  ).copy()
+  rows = []
+  for name, attack in standard(threat.norm).items():
+    step = make_step(logits_fn, threat, attack)
+    first = [x[:batch_size] for x in data]
+    start = time.perf_counter()
+    step = step.lower((variables, jnp.int32(0)), first).compile()
+    compiled = time.perf_counter()
+    attack_survivors(step, attack.tries, variables, data, stands, batch_size)
+    rows.append(
+      {
+        'attack': name,
+        'accuracy': 100 * float(stands.mean()),
+        'seconds': time.perf_counter() - compiled,
+        'compile_seconds': compiled - start,
+      }
+    )
+  return rows
+
+
+def peers_rows(name: str, threat: attacks.Threat) -> list[dict]:
+  """Returns the peers' figures for the same threat, or nothing."""
+  path = pathlib.Path(_PEERS.value or '', f'{name}.json')
+  if not _PEERS.value or threat.space != 'pixel' or not path.exists():
+    return []
+  found = json.loads(path.read_text())['norms'].get(threat.norm)
+  same = found and np.isclose(found['eps'], threat.eps)
+  return found['attacks'] if same else []
+
+
+def main(argv):
+  """Attacks the networks and prints the table."""
+  if len(argv) > 1:
+    raise app.UsageError(f'unexpected arguments: {argv[1:]}')
+  images, labels = read(_DATA.value, 't10k')
+  count = _EXAMPLES.value
+  ids = np.arange(count, dtype=np.int32)
+  data = [np.asarray(as_floats(images[:count])), labels[:count], ids]
+  batch_size = sharding.round_up(_BATCH_SIZE.value)
+  print(
+    f'jax {jax.__version__}, Python {platform.python_version()}, '
+    f'{jax.device_count()} {jax.default_backend()} devices; the first {count} '
+    'test images of MNIST\n'
+  )
+  rows, figures = [], {}
+  for name in _ONLY.value:
+    logits_fn, variables = load_network(
+      pathlib.Path(_NETWORKS.value, f'{name}.npz')
+    )
+    eps = dict(zip(('linf', 'l2', 'l1'), RADII[name], strict=True))
+    for space in _SPACES.value:
+      for norm in _NORMS.value:
+        threat = attacks.Threat(space=space, norm=norm, eps=eps[norm])
+        ours = attack_network(logits_fn, variables, data, threat, batch_size)
+        theirs = peers_rows(name, threat)
+        figures.setdefault(name, {})[threat.name] = {
+          'eps': threat.eps, 'ours': ours, 'peers': theirs,
+        }  # fmt: skip
+        for who, found in (('ours', ours), ('peers', theirs)):
+          if found:
+            row = [f'{a["accuracy"]:.1f} ({a["seconds"]:.0f} s)' for a in found]
+            rows.append([name, f'{threat.name} {threat.eps:g}', who, *row])
+            print(*rows[-1], sep=' | ', flush=True)
+        if _OUTPUT.value:
+          pathlib.Path(_OUTPUT.value).write_text(json.dumps(figures, indent=1))
+  print(f'\n{markdown_table(["network", "threat", "", *ATTACKS], rows)}')
+
+
+if __name__ == '__main__':
+  app.run(main)
