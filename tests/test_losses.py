@@ -1,8 +1,9 @@
+import jax
 import numpy as np
 import optax
 import pytest
 
-from mwrobust import losses
+from mwrobust.attacks import losses
 
 RNG = np.random.default_rng(0)
 LOGITS = RNG.normal(size=(7, 5)).astype(np.float32) * 10
@@ -21,3 +22,46 @@ def test_margin_is_above_zero_exactly_for_errors():
     others = np.delete(row, label).max()
     assert found == pytest.approx(others - row[label])
   assert ((margin > 0) == (LOGITS.argmax(-1) != LABELS)).all()
+
+
+def by_hand(row, label, target=None):
+  """AutoAttack's DLR of one row."""
+  ordered = np.sort(row)[::-1]
+  if target is None:
+    other = np.delete(row, label).max()
+    return (other - row[label]) / (ordered[0] - ordered[2])
+  scale = ordered[0] - (ordered[2] + ordered[3]) / 2
+  return (row[target] - row[label]) / scale
+
+
+def test_dlr_is_autoattacks():
+  targets = (LABELS + 1) % 5
+  found = losses.dlr(LOGITS, LABELS)
+  targeted = losses.targeted_dlr(LOGITS, LABELS, targets)
+  for i, (row, label) in enumerate(zip(LOGITS, LABELS, strict=True)):
+    assert found[i] == pytest.approx(by_hand(row, label), rel=1e-4)
+    expected = by_hand(row, label, targets[i])
+    assert targeted[i] == pytest.approx(expected, rel=1e-4)
+
+
+@pytest.mark.parametrize('classes', [2, 3])
+@pytest.mark.parametrize('name', losses.LOSSES)
+def test_few_classes_have_a_slope(name, classes):
+  logits = np.array([[2.0, -1.0, 0.5], [0.1, 0.2, 0.3]], np.float32)
+  logits, labels = logits[:, :classes], np.array([0, 1])
+  targets = 1 - labels
+  for loss in (
+    lambda z: losses.LOSSES[name](z, labels),
+    lambda z: losses.TARGETED[name](z, labels, targets),
+  ):
+    gradient = jax.grad(lambda z, loss=loss: loss(z).sum())(logits)
+    assert np.isfinite(gradient).all()
+    assert (gradient[np.arange(2), labels] < 0).all()
+
+
+def test_probability_margin():
+  found = losses.probability_margin(LOGITS, LABELS)
+  softmax = np.exp(LOGITS - LOGITS.max(1, keepdims=True))
+  softmax /= softmax.sum(1, keepdims=True)
+  expected = losses.margin(softmax, LABELS)
+  np.testing.assert_allclose(found, expected, atol=1e-6)

@@ -26,7 +26,7 @@ from mwrobust.attacks.problem import Best, Problem, better, judge
 
 Array = jax.Array
 
-_SPREAD = 10.0  # See `Plan`.
+_SPREAD = 40.0  # See `Plan`.
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -66,14 +66,18 @@ def targeted_probability_margin(
 def targeted_dlr(logits: Array, labels: Array, targets: Array) -> Array:
   """Returns AutoAttack's targeted loss, scaled by the four largest logits.
 
-  With three classes the fourth is left out; with two, see `dlr`.
+  With three classes the target may be the third itself, and the quotient a
+  constant: there the scale is no part of the gradient. With two, see `dlr`.
   """
   margins = targeted_margin(logits, labels, targets)
   classes = logits.shape[-1]
   if classes < 3:
     return margins
-  largest, _, *others = _largest(logits, min(classes, 4))
-  return margins / (largest - sum(others) / len(others) + 1e-12)
+  if classes == 3:
+    largest, _, third = jax.lax.stop_gradient(_largest(logits, 3))
+    return margins / (largest - third + 1e-12)
+  largest, _, third, fourth = _largest(logits, 4)
+  return margins / (largest - (third + fourth) / 2 + 1e-12)
 
 
 def _pick(values: Array, labels: Array) -> Array:

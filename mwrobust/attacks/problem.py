@@ -75,7 +75,8 @@ class Problem(NamedTuple):
     )
     is_label = jax.nn.one_hot(self.labels, classes, dtype=bool)
     logits = jnp.where(is_label, -jnp.inf, jnp.nan_to_num(logits))
-    return jnp.argsort(logits, axis=1, descending=True)[:, :count]
+    order = jnp.argsort(logits, axis=1, descending=True)[:, :count]
+    return order.astype(self.labels.dtype)
 
   def constant(self, function: Callable, *more: Array) -> Callable:
     """Traces `function(images, *more)` once, what it closes over held constant.

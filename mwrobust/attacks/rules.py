@@ -136,18 +136,20 @@ def _apgd_init(delta: Array, step: Step) -> ApgdState:
 def _apgd_begin(
   delta: Array, step: Step, keep: Array, support: Array
 ) -> ApgdState:
-  lowest = jnp.full_like(delta[0], -jnp.inf)
+  # Inside a shard_map all of the state has to vary as delta does.
+  zero = jnp.zeros_like(delta[0])
+  lowest = zero - jnp.inf
   return ApgdState(
     previous=delta,
-    moved=jnp.zeros_like(lowest, bool),
-    size=jnp.where(step.sparse, 1, 2) * step.eps,
+    moved=zero > 0,
+    size=zero + jnp.where(step.sparse, 1, 2) * step.eps,
     best=Point(delta, lowest, jnp.zeros_like(delta)),
     last_loss=-lowest,
-    rises=jnp.zeros_like(lowest),
+    rises=zero,
     loss_at_check=lowest,
-    reduced=jnp.ones_like(lowest, bool),
-    keep=jnp.asarray(keep, delta.dtype),
-    support=support,
+    reduced=zero == 0,
+    keep=zero + keep,
+    support=zero + support,
   )
 
 
@@ -176,7 +178,7 @@ def _apgd_update(
 
   goes_back = step.checks & jnp.where(step.sparse, shrank, stalls)
   size = adapt(jnp.where(step.sparse, sparse_size, dense_size), state.size)
-  keep = adapt(jnp.maximum(support / 1.5, 1), state.keep)
+  keep = adapt(_fewer(best.delta, domain), state.keep)
   start = _where(goes_back, best, point)
 
   # ---- step
@@ -201,8 +203,19 @@ def _apgd_update(
     support=adapt(support, state.support),
   )
   support = jnp.sum(delta != 0, dtype=delta.dtype)
-  renewed = _apgd_begin(delta, step, jnp.maximum(support / 1.5, 1), support)
+  renewed = _apgd_begin(delta, step, _fewer(delta, domain), support)
   return _where(step.renews, renewed, stepped), delta
+
+
+def _fewer(delta: Array, domain: Domain) -> Array:
+  """Returns two thirds of the support, of what is not at its bounds.
+
+  Only those that are free to move take their share of a sparse step.
+  """
+  edge = 1e-6
+  free = (delta > domain.low + edge) & (delta < domain.high - edge)
+  support = jnp.sum((delta != 0) & free, dtype=delta.dtype)
+  return jnp.maximum(support / 1.5, 1)
 
 
 APGD = Rule(_apgd_init, _apgd_update)
