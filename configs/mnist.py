@@ -16,9 +16,7 @@ def get_config(variants: str = ''):
 
   released: the preset of the authors' code, instead of `paper`.
   cnn: a network and a schedule for CPUs, 17 minutes of training on two idle
-    cores. With seeds 0 to 2 it ended at natural 95.3 ± 0.2, min 71.9 ± 5.0 and
-    union 65.0 ± 5.7 (h = 3 average, all test images, one start; jax 0.10.2, AMD
-    EPYC). Stronger attacks take much of that: see results/README.md.
+    cores. Its figures of the first edition do not hold (results/README.md).
   runlocal: a look at the whole job in some minutes on two CPU cores.
   """
   config = config_lib.preset('paper', 'mnist')

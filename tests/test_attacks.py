@@ -536,7 +536,9 @@ def test_targeted_attacks_come_nearer_to_their_class(loss):
   for rank in range(3):
     found = run(attack, sure, IMAGES, labels, start=jnp.int32(rank))
     targets = order[:, 1 + rank]
-    assert (gap(found, targets) > gap(IMAGES, targets) + 0.02).all()
+    gain = gap(found, targets) - gap(IMAGES, targets)
+    assert gain.mean() > 0.3
+    assert np.median(gain) > 0
 
 
 # ---------------------------------------------------------- degenerate networks

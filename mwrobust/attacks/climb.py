@@ -279,7 +279,9 @@ def prepare(
   value_and_grad = problem.constant(
     jax.value_and_grad(total_loss, has_aux=True), labels
   )
-  value = problem.constant(lambda *args: total_loss(*args)[1], labels)
+  judges_last = not (keeps_last and only_try)
+  if judges_last:
+    value = problem.constant(lambda *args: total_loss(*args)[1], labels)
 
   def step_at(i):
     step = jax.tree.map(lambda column: jnp.asarray(column)[i], plan.steps)
@@ -328,7 +330,7 @@ def prepare(
     end = lax.while_loop(goes_on, step, start)
 
     # ---- the last point has not been evaluated yet
-    if keeps_last and only_try:
+    if not judges_last:
       return best._replace(delta=end.delta), end.stuck
     loss, logits = value(problem.final_images(end.delta), target)
     found = judge(end.delta, loss, logits, labels)

@@ -163,7 +163,7 @@ def _apgd_update(
   """
   rises = state.rises + (point.loss > state.last_loss)
   best = _where(point.loss > state.best.loss, point, state.best)
-  support = jnp.sum(best.delta != 0, dtype=best.delta.dtype)
+  support = _support(best.delta, step)
 
   # ---- look back
   shrank = support < 0.95 * state.support
@@ -178,7 +178,7 @@ def _apgd_update(
 
   goes_back = step.checks & jnp.where(step.sparse, shrank, stalls)
   size = adapt(jnp.where(step.sparse, sparse_size, dense_size), state.size)
-  keep = adapt(_fewer(best.delta, domain), state.keep)
+  keep = adapt(_fewer(best.delta, step, domain), state.keep)
   start = _where(goes_back, best, point)
 
   # ---- step
@@ -202,20 +202,25 @@ def _apgd_update(
     keep=keep,
     support=adapt(support, state.support),
   )
-  support = jnp.sum(delta != 0, dtype=delta.dtype)
-  renewed = _apgd_begin(delta, step, _fewer(delta, domain), support)
+  support = _support(delta, step)
+  renewed = _apgd_begin(delta, step, _fewer(delta, step, domain), support)
   return _where(step.renews, renewed, stepped), delta
 
 
-def _fewer(delta: Array, domain: Domain) -> Array:
+def _support(delta: Array, step: Step, where: Array | None = None) -> Array:
+  """Counts the coordinates that are more than rounding."""
+  holds = jnp.abs(delta) > 1e-5 * step.eps
+  return jnp.sum(holds, dtype=delta.dtype, where=where)
+
+
+def _fewer(delta: Array, step: Step, domain: Domain) -> Array:
   """Returns two thirds of the support, of what is not at its bounds.
 
   Only those that are free to move take their share of a sparse step.
   """
   edge = 1e-6
   free = (delta > domain.low + edge) & (delta < domain.high - edge)
-  support = jnp.sum((delta != 0) & free, dtype=delta.dtype)
-  return jnp.maximum(support / 1.5, 1)
+  return jnp.maximum(_support(delta, step, free) / 1.5, 1)
 
 
 APGD = Rule(_apgd_init, _apgd_update)
