@@ -334,10 +334,8 @@ def prepare(
       return best._replace(delta=end.delta), end.stuck
     loss, logits = value(problem.final_images(end.delta), target)
     found = judge(end.delta, loss, logits, labels)
-    counts = True
-    if not keeps_last:  # An end that came early is the end of a larger ball.
-      counts = jnp.asarray(plan.counts)[end.i] & ~end.best.fooled
-    return better(end.best, found, counts), end.stuck
+    is_open = keeps_last | ~end.best.fooled
+    return better(end.best, found, is_open), end.stuck
 
   return attempt
 

@@ -203,7 +203,7 @@ def _signs(random: Array) -> Array:
 class _Linf:
   """Windows of +-eps."""
 
-  smallest = 1
+  smallest = 1  # The smallest side of a window.
 
   def __init__(self, grid: _Grid):
     self.grid = grid
@@ -228,12 +228,11 @@ class _Linf:
 
     Where that would change nothing, the opposite signs do.
     """
-    del low, high  # What they cut off is cut off later.
     corner, signs = random[:2], _signs(random[2:]).reshape(1, 1, -1)
     inside = _inside(*self.grid.window(corner, side), side)
-    differs = jnp.any(inside & (jnp.sign(delta) != signs) & (delta != 0))
-    signs = jnp.where(differs, signs, -signs)
-    return jnp.where(inside, eps * signs, delta)
+    change = jnp.clip(eps * signs, low, high) - delta
+    changes = jnp.any(inside & (jnp.abs(change) > 1e-6 * eps))
+    return jnp.where(inside, jnp.where(changes, 1, -1) * eps * signs, delta)
 
 
 class _Mass:
