@@ -187,9 +187,9 @@ class Plan(NamedTuple):
     count: how many steps.
     targets: see `Ascent`.
     start_eps: the radius of the ball to start in.
-    spread: of how much larger a ball a uniform point is projected onto it.
-      APGD with l1 so starts with a few large entries, which differ more from
-      start to start than many small ones.
+    spread: `apgd`: of how much larger a ball a uniform point is projected onto
+      it. With l1 that gives a few large entries, which differ more from start
+      to start than many small ones.
     random_start: see `Ascent`.
     steps: a `rules.Step` of arrays, with an entry for each step.
     counts: for each point, and for the last: whether it is in the threat's own
@@ -222,12 +222,11 @@ def make_plan(
   start_eps = np.float32(eps * ascent.radii[0])
   radii = np.array([start_eps, *(step.eps for step in steps)])
   padding = length - ascent.steps
-  sparse = norm == 'l1'
   return Plan(
     count=np.int32(ascent.steps),
     targets=np.int32(ascent.targets),
     start_eps=start_eps,
-    spread=np.float32(_SPREAD if sparse and ascent.rule == 'apgd' else 1),
+    spread=np.float32(_SPREAD if norm == 'l1' else 1),
     random_start=np.bool_(ascent.random_start),
     steps=jax.tree.map(
       lambda *rows: np.stack(rows), *steps, *[steps[-1]] * padding
@@ -295,16 +294,21 @@ def prepare(
     # ---- the start: a random point of the first ball
     start_eps = scale * plan.start_eps
     uniform = jax.vmap(lambda key: noise(key, domain.centre.shape[1]))(keys)
-    delta = jax.vmap(
-      lambda *args: ball.random_start(*args, start_eps, plan.spread)
-    )(uniform, domain)
+
+    def start_at(uniform, domain):
+      if rule == 'pgd':
+        delta = ball.random_start(uniform, start_eps)
+        return ball.settle(delta, domain, start_eps)
+      delta = ball.random_start(uniform, plan.spread * start_eps)
+      return ball.project(delta, domain, start_eps)
+
+    delta = jax.vmap(start_at)(uniform, domain)
     delta = jnp.where(plan.random_start, delta, 0)
     state = jax.vmap(lambda delta: init(delta, step_at(0)))(delta)
 
     # ---- the steps: loss and gradient once, then the rule
     def step(now: _Climb) -> _Climb:
-      placed = problem.place(now.delta)
-      shown = jax.vmap(the_map.show)(placed)
+      placed, shown = problem.place(now.delta)
       (_, (loss, logits)), gradient = value_and_grad(shown, target)
       found = judge(now.delta, loss, logits, labels)
       best = now.best
@@ -314,8 +318,9 @@ def prepare(
       stuck = jnp.all(gradient == 0, axis=(1, 2, 3))
       # Only the direction matters: rescaled, nothing under- or overflows.
       gradient = jax.vmap(norms.rescale)(gradient)
-      gradient = jax.vmap(the_map.through_clip)(placed, gradient)
-      gradient = jax.vmap(the_map.pull_back)(domain, now.delta, gradient)
+      gradient = jax.vmap(the_map.pull_back)(
+        domain, now.delta, placed, gradient
+      )
       row = step_at(now.i)
       state, delta = jax.vmap(
         lambda state, point, domain: update(state, point, row, ball, domain)

@@ -94,16 +94,12 @@ def _prepare(attack: Fab, problem: Problem, eps: float, norm: norms.Norm):
   )
   logits_fn = problem.constant(problem.logits)
 
-  def shown(delta):
-    return problem.final_images(delta)
-
   @jax.vmap
   def plane(domain, delta, placed, difference, gradient):
     """The linearised boundary: its slope, and how far below it delta is."""
     largest = jnp.max(jnp.abs(jnp.nan_to_num(gradient)))
     slope = norms.rescale(gradient)
-    slope = the_map.through_clip(placed, slope)
-    slope = the_map.pull_back(domain, delta, slope)
+    slope = the_map.pull_back(domain, delta, placed, slope)
     return slope, -difference / jnp.where(largest > 0, largest, 1)
 
   @jax.vmap
@@ -120,7 +116,7 @@ def _prepare(attack: Fab, problem: Problem, eps: float, norm: norms.Norm):
     moved += bias * _OVERSHOOT * from_image
     moved = jnp.clip(moved, low, high)
     if the_map.clip == 'strict' and the_map.space is not PIXEL:
-      image = jnp.clip(the_map.place(domain, moved), 0, 1)
+      _, image = the_map.place(domain, moved)
       moved = the_map.enter(image).centre - domain.centre
     return moved
 
@@ -138,22 +134,21 @@ def _prepare(attack: Fab, problem: Problem, eps: float, norm: norms.Norm):
     target = jnp.take(others, number % attack.targets, axis=1)
     restart = number // attack.targets
     keys = problem.keys(restart)
-    start = jax.vmap(
-      lambda key, domain: ball.random_start(
-        noise(key, domain.centre.size), domain, radius / 2, 1.0
-      )
-    )(keys, domain)
+
+    def start_at(key, domain):
+      delta = ball.random_start(noise(key, domain.centre.size), radius / 2)
+      return ball.settle(delta, domain, radius / 2)
+
+    start = jax.vmap(start_at)(keys, domain)
     delta = jnp.where(restart > 0, start, 0)
 
     def advance(search: _Search) -> _Search:
-      placed = problem.place(search.delta)
-      (_, (loss, logits)), gradient = value_and_grad(
-        jnp.clip(placed, 0, 1), target
-      )
+      placed, shown = problem.place(search.delta)
+      (_, (loss, logits)), gradient = value_and_grad(shown, target)
       search, _ = record(search, search.delta, loss, logits)
       slope, gap = plane(domain, search.delta, placed, loss, gradient)
       delta = step(domain, search.delta, slope, gap)
-      logits = logits_fn(shown(delta))
+      logits = logits_fn(problem.final_images(delta))
       loss = losses.targeted_margin(logits, labels, target)
       search, fooled = record(search, delta, loss, logits)
       back = jnp.where(fooled, _BACK, 1.0)[:, None]
@@ -177,7 +172,7 @@ def _prepare(attack: Fab, problem: Problem, eps: float, norm: norms.Norm):
     delta = jax.vmap(lambda *args: ball.project(*args, radius))(
       search.nearest, domain
     )
-    logits = logits_fn(shown(delta))
+    logits = logits_fn(problem.final_images(delta))
     loss = losses.targeted_margin(logits, labels, target)
     found = judge(delta, loss, logits, labels)
     return better(search.best, found, ~search.best.fooled), search.stuck

@@ -57,28 +57,23 @@ class Map:
     unbounded = jnp.full_like(centre, jnp.inf)
     return Domain(centre, -unbounded, unbounded)
 
-  def place(self, domain: Domain, delta: Array) -> Array:
-    """Returns R^-1(R(x) + delta), which may lie outside of [0, 1]."""
-    return self._inverse(domain.centre + delta)
+  def place(self, domain: Domain, delta: Array) -> tuple[Array, Array]:
+    """Returns R^-1(R(x) + delta), and what the network is shown of it."""
+    placed = self._inverse(domain.centre + delta)
+    return placed, placed if self.clip == 'end' else jnp.clip(placed, 0, 1)
 
-  def show(self, placed: Array) -> Array:
-    """Returns what the network sees of it during the climb."""
-    return placed if self.clip == 'end' else jnp.clip(placed, 0, 1)
+  def pull_back(
+    self, domain: Domain, delta: Array, placed: Array, gradient: Array
+  ) -> Array:
+    """Turns a gradient with respect to the image shown into one for delta.
 
-  def through_clip(self, placed: Array, gradient: Array) -> Array:
-    """Returns the gradient without the pixels that the clip holds.
-
-    A pixel at the edge that is to move over it counts as held. In pixels it is
-    the bounds that hold them, and nothing is clipped.
+    Pixels that the clip holds take no part, nor do those at the edge that are
+    to move over it. In pixels it is the bounds that hold them.
     """
-    if self.clip != 'inside' or self.space is PIXEL:
-      return gradient
-    too_low = placed <= jnp.where(gradient < 0, _EDGE, -_EDGE)
-    too_high = placed >= jnp.where(gradient > 0, 1 - _EDGE, 1 + _EDGE)
-    return jnp.where(too_low | too_high, 0, gradient)
-
-  def pull_back(self, domain: Domain, delta: Array, gradient: Array) -> Array:
-    """Turns a gradient with respect to the image into one for delta."""
+    if self.clip == 'inside' and self.space is not PIXEL:
+      too_low = placed <= jnp.where(gradient < 0, _EDGE, -_EDGE)
+      too_high = placed >= jnp.where(gradient > 0, 1 - _EDGE, 1 + _EDGE)
+      gradient = jnp.where(too_low | too_high, 0, gradient)
     _, pull_back = jax.vjp(self._inverse, domain.centre + delta)
     return pull_back(gradient)[0]
 
@@ -92,12 +87,9 @@ class Ball:
 
   norm: norms.Norm
 
-  def random_start(
-    self, noise: Array, domain: Domain, eps: Array, spread: Array
-  ) -> Array:
-    """Returns a uniform point of a ball `spread` times as large, projected."""
-    start = self.norm.random_start(noise, spread * eps)
-    return self.project(start, domain, eps)
+  def random_start(self, noise: Array, eps: Array) -> Array:
+    """Returns a uniform point of the ball; `settle` or `project` it."""
+    return self.norm.random_start(noise, eps)
 
   def ascend(
     self, delta: Array, gradient: Array, domain: Domain, keep: Array
@@ -109,6 +101,11 @@ class Ball:
   def project(self, delta: Array, domain: Domain, eps: Array) -> Array:
     """Returns the nearest point of the ball and the bounds."""
     return self.norm.project(delta, domain.low, domain.high, eps)
+
+  def settle(self, delta: Array, domain: Domain, eps: Array) -> Array:
+    """Brings a point of the ball into the bounds, which do not lead out."""
+    del eps
+    return jnp.clip(delta, domain.low, domain.high)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -139,14 +136,18 @@ class StrictBall(Ball):
       delta, ball_rest, box_rest = state
       in_ball = super(StrictBall, self).project(delta + ball_rest, domain, eps)
       ball_rest += delta - in_ball
-      image = self.map.place(domain, in_ball + box_rest)
-      in_box = self.map.enter(jnp.clip(image, 0, 1)).centre - domain.centre
+      _, image = self.map.place(domain, in_ball + box_rest)
+      in_box = self.map.enter(image).centre - domain.centre
       return in_box, ball_rest, box_rest + in_ball - in_box
 
     state = delta, jnp.zeros_like(delta), jnp.zeros_like(delta)
     delta, _, _ = lax.fori_loop(0, _ROUNDS, alternate, state)
     length = self.norm.length(delta)
     return jnp.where(length > eps, eps / length, 1) * delta
+
+  def settle(self, delta: Array, domain: Domain, eps: Array) -> Array:
+    """Projects: what brings an image into [0, 1] may lead out of the ball."""
+    return self.project(delta, domain, eps)
 
 
 class Geometry(NamedTuple):

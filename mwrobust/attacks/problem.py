@@ -52,13 +52,13 @@ class Problem(NamedTuple):
     key = jax.random.fold_in(self.key, number)
     return jax.vmap(jax.random.fold_in, (None, 0))(key, self.ids)
 
-  def place(self, delta: Array) -> Array:
-    """Returns the perturbed images, which may lie outside of [0, 1]."""
+  def place(self, delta: Array) -> tuple[Array, Array]:
+    """Returns the perturbed images, and what the network is shown of them."""
     return jax.vmap(self.geometry.map.place)(self.domain, delta)
 
   def final_images(self, delta: Array) -> Array:
     """Returns the perturbed images as they are judged."""
-    return jnp.clip(self.place(delta), 0, 1)
+    return jnp.clip(self.place(delta)[0], 0, 1)
 
   def logits(self, images: Array) -> Array:
     """Returns the network's answer in float32."""

@@ -18,7 +18,6 @@ from jax import lax
 
 from mwrobust.attacks import losses, norms
 from mwrobust.attacks.checks import check_count
-from mwrobust.attacks.geometry import Domain, StrictBall
 from mwrobust.attacks.problem import Best, Problem, better, judge
 
 Array = jax.Array
@@ -79,12 +78,6 @@ def _prepare(attack: Square, problem: Problem, eps: float, norm: norms.Norm):
   logits_fn = problem.constant(problem.logits)
   ball = problem.geometry.ball
 
-  def settle(delta: Array, domain: Domain) -> Array:
-    # Clipping to the bounds does not leave the ball.
-    if isinstance(ball, StrictBall):
-      return ball.project(delta, domain, radius)
-    return jnp.clip(delta, domain.low, domain.high)
-
   def ask(delta: Array) -> Best:
     logits = logits_fn(problem.final_images(delta))
     margin = losses.margin(logits, problem.labels)
@@ -105,7 +98,7 @@ def _prepare(attack: Square, problem: Problem, eps: float, norm: norms.Norm):
     def propose(random, delta, domain, side):
       now, low, high = map(grid.unflatten, (delta, domain.low, domain.high))
       new = windows.propose(random, now, side, radius, low, high)
-      return settle(grid.flatten(new), domain)
+      return ball.settle(grid.flatten(new), domain, radius)
 
     first = jax.vmap(start)(draw(0, windows.start_draws), problem.domain)
     found = ask(first)
