@@ -102,6 +102,14 @@ class Ball:
     """Returns the nearest point of the ball and the bounds."""
     return self.norm.project(delta, domain.low, domain.high, eps)
 
+  def project_for_momentum(
+    self, delta: Array, domain: Domain, eps: Array
+  ) -> Array:
+    """Projects a step before momentum is added; l1 has none, and waits."""
+    if self.norm is norms.L1:
+      return delta
+    return self.project(delta, domain, eps)
+
   def settle(self, delta: Array, domain: Domain, eps: Array) -> Array:
     """Brings a point of the ball into the bounds, which do not lead out."""
     del eps

@@ -184,7 +184,7 @@ def _apgd_update(
   # ---- step
   x, old = start.delta, state.previous
   proposal = x + size * ball.ascend(x, start.gradient, domain, keep)
-  proposal = ball.project(proposal, domain, step.eps)
+  proposal = ball.project_for_momentum(proposal, domain, step.eps)
   share = jnp.where(state.moved & ~step.sparse, 0.75, 1.0)
   proposal = x + share * (proposal - x) + (1 - share) * (x - old)
   delta = jnp.where(step.renews, best.delta, proposal)

@@ -104,28 +104,25 @@ def make_switch(
     shapes = [
       check_space(spaces.get(threat.space), image) for threat, _ in pairs
     ]
-    batch = logits_fn, key, images, labels, ids, scale, start
+
+    def solve(members, place):
+      return _solve(
+        [pairs[member] for member in members],
+        [shapes[member] for member in members],
+        place,
+        *(logits_fn, key, images, labels, ids, scale, start),
+      )
+
     if isinstance(index, int):
-      found = _solve(pairs[index : index + 1], shapes[index:], 0, *batch)
+      found = solve([index], 0)
     else:
-      groups, group_of, place = _groups(pairs, shapes)
-      branches = [
-        functools.partial(
-          lambda members, place: _solve(
-            [pairs[m] for m in members],
-            [shapes[m] for m in members],
-            place,
-            *batch,
-          ),
-          members,
-        )
-        for members in groups
-      ]
-      at = jnp.asarray(place)[index]
+      groups, group_of, place_of = _groups(pairs, shapes)
+      branches = [functools.partial(solve, members) for members in groups]
+      place = jnp.asarray(place_of)[index]
       if len(branches) == 1:
-        found = branches[0](at)
+        found = branches[0](place)
       else:
-        found = lax.switch(jnp.asarray(group_of)[index], branches, at)
+        found = lax.switch(jnp.asarray(group_of)[index], branches, place)
     return found if details else found.images
 
   return switch
@@ -187,7 +184,7 @@ def _solve(
     make_geometry(
       spaces.get(threat.space), threat.norm, _clip(threat, attack), shape
     )
-    for (threat, attack), shape in zip(pairs, shapes, strict=False)
+    for (threat, attack), shape in zip(pairs, shapes, strict=True)
   ]
   geometry = Geometry(
     _choose([g.map for g in geometries], index),
