@@ -10,7 +10,6 @@ each, with the peers' from PEERS/NAME.json beside it where that exists. The
 first test images of MNIST. All CPU cores are used, each for a part of a batch.
 """
 
-import functools
 import json
 import os
 import pathlib
@@ -25,9 +24,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from absl import app, flags
-from flax import traverse_util
 
-from mwrobust import attacks, datasets, models, sharding
+from benchmarks import sequence
+from mwrobust import attacks, datasets, sharding
 from mwrobust.document import markdown_table
 
 # linf, l2 and l1. Of first_edition also dct linf, in which it has nothing.
@@ -38,7 +37,6 @@ RADII = {
   'masked': (0.3, 2.0, 10.0),
   'first_edition': (0.4, 1.0, 5.0),
 }
-ATTACKS = ('APGD-CE', 'APGD-T', 'FAB-T', 'Square')
 
 _DATA = flags.DEFINE_string(
   'data', None, 'The folder of the MNIST files, *-ubyte.gz.', required=True
@@ -55,71 +53,6 @@ _BATCH_SIZE = flags.DEFINE_integer('batch_size', 100, 'Images per batch.')
 _OUTPUT = flags.DEFINE_string('output', None, 'A JSON file for the figures.')
 
 
-def standard(norm: str) -> dict[str, attacks.Attack]:
-  """Returns AutoAttack's order, with its numbers; l1 has twice the starts."""
-  return dict(
-    zip(
-      ATTACKS,
-      (
-        attacks.apgd(100, restarts=10 if norm == 'l1' else 1),
-        attacks.apgd(100, loss='dlr', targets=5 if norm == 'l1' else 9),
-        attacks.fab(100, targets=9),
-        attacks.square(5000),
-      ),
-      strict=True,
-    )
-  )
-
-
-def load_network(path):
-  """Returns `logits_fn(variables, images)` and the variables of a file."""
-  with np.load(path, allow_pickle=False) as arrays:
-    arrays = dict(arrays)
-  mean, std = (
-    tuple(arrays.pop(name).ravel().tolist()) for name in ('mean', 'std')
-  )
-  variables = traverse_util.unflatten_dict(arrays, sep='/')
-  params = variables['params']
-  model = models.create(
-    'cnn',
-    num_classes=len(params['Dense_1']['bias']),
-    mean=mean,
-    std=std,
-    features=tuple(len(params[f'Conv_{i}']['bias']) for i in (0, 1)),
-    hidden=len(params['Dense_0']['bias']),
-  )
-  return functools.partial(model.apply, train=False), variables
-
-
-def make_step(logits_fn, threat, attack):
-  """Makes `step((variables, number), batch) -> fooled`, on every device."""
-  attack = attacks.make_attack(threat, attack)
-
-  def step(shared, batch):
-    variables, number = shared
-    images, labels, ids = batch
-    bound = functools.partial(logits_fn, variables)
-    key = jax.random.key(0)
-    found = attack(bound, key, images, labels, ids, start=number)
-    logits = bound(found)
-    # One that answers NaN is fooled.
-    is_nan = jnp.isnan(logits).any(axis=1)
-    return (logits.argmax(axis=1) != labels) | is_nan
-
-  return jax.jit(sharding.by_example(step))
-
-
-def attack_survivors(step, tries, variables, data, stands, batch_size):
-  """Attacks what stands, try by try, packed into full batches."""
-  for number in range(tries):
-    rows = np.flatnonzero(stands)
-    for start in range(0, len(rows), batch_size):
-      chosen = rows[start : start + batch_size]
-      padded = np.resize(chosen, batch_size)
-      fooled = step((variables, jnp.int32(number)), [x[padded] for x in data])
-      stands[chosen] &= ~np.asarray(fooled)[: len(chosen)]
-
-
 def attack_network(logits_fn, variables, data, threat, batch_size):
   """Returns the accuracy and the seconds after each attack."""
   images, labels, _ = data
@@ -127,13 +60,15 @@ def attack_network(logits_fn, variables, data, threat, batch_size):
     jax.jit(logits_fn)(variables, images).argmax(axis=1) == labels
   ).copy()
   rows = []
-  for name, attack in standard(threat.norm).items():
-    step = make_step(logits_fn, threat, attack)
+  for name, attack in sequence.standard(threat.norm).items():
+    step = sequence.make_step(logits_fn, threat, attack)
     first = [x[:batch_size] for x in data]
     start = time.perf_counter()
     step = step.lower((variables, jnp.int32(0)), first).compile()
     compiled = time.perf_counter()
-    attack_survivors(step, attack.tries, variables, data, stands, batch_size)
+    sequence.attack_survivors(
+      step, attack.tries, variables, data, stands, batch_size
+    )
     rows.append(
       {
         'attack': name,
@@ -172,7 +107,7 @@ def main(argv):
   )
   rows, figures = [], {}
   for name in _ONLY.value:
-    logits_fn, variables = load_network(
+    logits_fn, variables = sequence.load_network(
       pathlib.Path(_NETWORKS.value, f'{name}.npz')
     )
     eps = dict(zip(('linf', 'l2', 'l1'), RADII[name], strict=True))
@@ -191,7 +126,9 @@ def main(argv):
             print(*rows[-1], sep=' | ', flush=True)
         if _OUTPUT.value:
           pathlib.Path(_OUTPUT.value).write_text(json.dumps(figures, indent=1))
-  print(f'\n{markdown_table(["network", "threat", "", *ATTACKS], rows)}')
+  print(
+    f'\n{markdown_table(["network", "threat", "", *sequence.ATTACKS], rows)}'
+  )
 
 
 if __name__ == '__main__':

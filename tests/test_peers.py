@@ -8,7 +8,7 @@ import jax
 import numpy as np
 import pytest
 
-from benchmarks import strength
+from benchmarks import sequence
 from mwrobust import attacks
 
 DATA = pathlib.Path(__file__).parent / 'data'
@@ -66,13 +66,13 @@ def test_autoattacks_order_leaves_no_more_than_the_original(name, norm, digits):
   data = [images[:100], labels[:100], np.arange(100, dtype=np.int32)]
   theirs = TINY[name]['norms'][norm]
   threat = attacks.Threat(norm=norm, eps=theirs['eps'])
-  logits_fn, variables = strength.load_network(DATA / f'{name}.npz')
+  logits_fn, variables = sequence.load_network(DATA / f'{name}.npz')
   stands = np.array(logits_fn(variables, data[0]).argmax(axis=1) == data[1])
   assert 100 * stands.mean() == TINY[name]['natural']
-  for attack_name, attack in strength.standard(norm).items():
+  for attack_name, attack in sequence.standard(norm).items():
     if 100 * stands.mean() > min(theirs['accuracy'].values()):
-      step = strength.make_step(logits_fn, threat, attack)
-      strength.attack_survivors(
+      step = sequence.make_step(logits_fn, threat, attack)
+      sequence.attack_survivors(
         step, attack.tries, variables, data, stands, batch_size=50
       )
     # Two images are within the luck of random starts.
