@@ -109,26 +109,6 @@ class Ascent:
 def pgd(
   steps: int = 40,
   *,
-  step_size: float | None = None,
-  loss: str = 'ce',
-  radii: Sequence[float] = (1.0,),
-  random_start: bool = True,
-  restarts: int = 1,
-) -> Ascent:
-  """Projected gradient ascent, the paper's: see `Ascent` for the arguments."""
-  return slide(
-    steps,
-    step_size=step_size,
-    loss=loss,
-    radii=radii,
-    random_start=random_start,
-    restarts=restarts,
-  )
-
-
-def slide(
-  steps: int = 100,
-  *,
   percentile: float = 99.0,
   step_size: float | None = None,
   loss: str = 'ce',
@@ -136,7 +116,7 @@ def slide(
   random_start: bool = True,
   restarts: int = 1,
 ) -> Ascent:
-  """PGD for l1, where `percentile` says how sparse the steps are."""
+  """Projected gradient ascent, the paper's: see `Ascent` for the arguments."""
   return Ascent(
     rule='pgd',
     steps=steps,
@@ -147,6 +127,11 @@ def slide(
     percentile=percentile,
     random_start=random_start,
   )
+
+
+def slide(steps: int = 100, **options: Any) -> Ascent:
+  """The paper's name for `pgd` under l1, where steps are sparse."""
+  return pgd(steps, **options)
 
 
 def apgd(
