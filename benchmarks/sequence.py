@@ -7,7 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 from flax import traverse_util
 
-from mwrobust import attacks, models, sharding
+from mwrobust import attacks, models
+from mwrobust.runtime import devices
 
 ATTACKS = ('APGD-CE', 'APGD-T', 'FAB-T', 'Square')
 
@@ -63,7 +64,7 @@ def make_step(logits_fn, threat, attack):
     is_nan = jnp.isnan(logits).any(axis=1)
     return (logits.argmax(axis=1) != labels) | is_nan
 
-  return jax.jit(sharding.by_example(step))
+  return jax.jit(devices.by_example(step))
 
 
 def attack_survivors(step, tries, variables, data, stands, batch_size):

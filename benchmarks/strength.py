@@ -26,8 +26,9 @@ import numpy as np
 from absl import app, flags
 
 from benchmarks import sequence
-from mwrobust import attacks, datasets, sharding
+from mwrobust import attacks, datasets
 from mwrobust.document import markdown_table
+from mwrobust.runtime import devices
 
 # linf, l2 and l1. Of first_edition also dct linf, in which it has nothing.
 RADII = {
@@ -99,7 +100,7 @@ def main(argv):
   ids = np.arange(count, dtype=np.int32)
   images = images[:count].astype(np.float32) / 255
   data = [images, labels[:count].astype(np.int32), ids]
-  batch_size = sharding.round_up(_BATCH_SIZE.value)
+  batch_size = devices.round_up(_BATCH_SIZE.value)
   print(
     f'jax {jax.__version__}, Python {platform.python_version()}, '
     f'{jax.device_count()} {jax.default_backend()} devices; the first {count} '

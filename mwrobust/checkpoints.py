@@ -20,8 +20,8 @@ import jax
 from etils import epath
 from orbax.checkpoint import v1 as ocp
 
-from mwrobust import sharding
 from mwrobust.errors import UserError
+from mwrobust.runtime import devices
 from mwrobust.state import TrainState
 
 
@@ -66,7 +66,7 @@ class Checkpoints:
         except Exception as error:
           state, reason = None, _reason(error)
         # What one process cannot read, none goes on from.
-        if all(sharding.of_all_processes(state is not None)):
+        if all(devices.of_all_processes(state is not None)):
           found.append((checkpointer, checkpoint.path, state))
           break
         aside.append((checkpointer, checkpoint.path))
@@ -89,11 +89,11 @@ class Checkpoints:
       name = f'{path.parent.name}-{path.name}-{time.time_ns()}'
       to = self._workdir / 'put_aside' / name
       say(f'Going back to before {path}; it is now {to}.')
-      sharding.wait_for_all('all have read')
-      if sharding.is_first_process():
+      devices.wait_for_all('all have read')
+      if devices.is_first_process():
         to.parent.mkdir(exist_ok=True)
         epath.Path(path).rename(to)
-      sharding.wait_for_all('it is put aside')
+      devices.wait_for_all('it is put aside')
       checkpointer.reload()
     return max(
       states,
@@ -172,7 +172,7 @@ def _save(checkpointer, step: int, state: TrainState) -> None:
   if any(checkpoint.step == step for checkpoint in checkpointer.checkpoints):
     return  # Interrupted before the first step after a restore.
   try:
-    with _quiet(), sharding.others_do_not_ask_to_stop():
+    with _quiet(), devices.others_do_not_ask_to_stop():
       if not checkpointer.save(step, state):
         raise ValueError('Orbax has declined it')
   except Exception as error:  # TensorStore has many words for a full disk.

@@ -14,9 +14,9 @@ from absl import app, flags, logging
 from ml_collections import config_flags
 
 from mwrobust import config as config_lib
-from mwrobust import sharding
 from mwrobust.errors import UserError
-from mwrobust.interruption import Interrupted
+from mwrobust.runtime import devices
+from mwrobust.runtime.signals import Interrupted
 
 CONFIGS = pathlib.Path(__file__).parents[1] / 'configs'
 
@@ -71,11 +71,11 @@ def call(main: Callable[[list[str]], None], argv: list[str]) -> None:
   except UserError as error:
     _leave(f'mwrobust: {error}')
   except Interrupted as interrupted:
-    if sharding.is_first_process():
+    if devices.is_first_process():
       print(f'\n{interrupted} Run the same command again to go on.')
     sys.exit(128 + interrupted.signum)
   except Exception:
-    if not sharding.is_distributed():
+    if not devices.is_distributed():
       raise
     _leave(traceback.format_exc())
   except KeyboardInterrupt:
@@ -85,7 +85,7 @@ def call(main: Callable[[list[str]], None], argv: list[str]) -> None:
 
 def _leave(message: str) -> NoReturn:
   """Ends with the message and exit code 1."""
-  if not sharding.is_distributed():
+  if not devices.is_distributed():
     sys.exit(message)
   # At once: an orderly end would wait for the others, who wait for us.
   print(message, file=sys.stderr, flush=True)

@@ -8,7 +8,8 @@ from typing import NamedTuple
 
 from etils import epath
 
-from mwrobust import metrics, page
+from mwrobust import page
+from mwrobust.runtime import files
 
 
 class Part(NamedTuple):
@@ -82,7 +83,7 @@ def write_files(
     ('.html', page.page(title, html)),
   ):
     path = stem.with_name(stem.name + suffix)
-    metrics.write_bytes(path, content.encode())
+    files.write_bytes(path, content.encode())
     say(str(path))
 
 

@@ -20,11 +20,10 @@ import ml_collections
 import numpy as np
 from etils import epath
 
-from mwrobust import averaging, checkpoints, datasets, health, runs, sharding
+from mwrobust import averaging, checkpoints, datasets, health, runs
 from mwrobust import config as config_lib
 from mwrobust import job as job_lib
 from mwrobust.errors import UserError
-from mwrobust.interruption import stop_signals
 from mwrobust.job import (
   Job,
   check_training,
@@ -33,8 +32,10 @@ from mwrobust.job import (
   refuse_another_run,
   training_batch,
 )
-from mwrobust.metrics import Progress
 from mwrobust.outcomes import Outcomes
+from mwrobust.runtime import devices
+from mwrobust.runtime.progress import Progress
+from mwrobust.runtime.signals import stop_signals
 from mwrobust.state import TrainState
 from mwrobust.steps import Batch, make_attack_step, make_logits_step
 
@@ -226,7 +227,7 @@ def _begin(
 ) -> Outcomes:
   """Who stands before the first attack: everyone, rightly classified or not."""
   images, labels = job.data.test
-  batch_size = sharding.round_up(job.config.eval.batch_size)
+  batch_size = devices.round_up(job.config.eval.batch_size)
 
   def logits_of(rows: np.ndarray) -> np.ndarray:
     return np.asarray(logits(make_batch(job.data.test, rows).images))
@@ -327,7 +328,7 @@ def _fill(
   """
   saved = _load(path, outcomes, say)
   starts = 0 if saved is None else int(saved.starts.sum())
-  if len(set(sharding.of_all_processes(starts))) > 1:
+  if len(set(devices.of_all_processes(starts))) > 1:
     raise UserError(
       f'{path} is not the same for all processes: they need one workdir that '
       'all of them see.'
@@ -336,7 +337,7 @@ def _fill(
     say(f'Already evaluated: {path}')
     return saved
   outcomes = saved or outcomes
-  batch_size = sharding.round_up(job.config.eval.batch_size)
+  batch_size = devices.round_up(job.config.eval.batch_size)
   passes = outcomes.restarts * len(plan)
   batches = math.ceil(len(outcomes.labels) / batch_size)
   say(

@@ -16,9 +16,10 @@ import safetensors.numpy
 from etils import epath
 
 from mwrobust import config as config_lib
-from mwrobust import evaluate, metrics, runs
+from mwrobust import evaluate, runs
 from mwrobust.errors import UserError
 from mwrobust.job import prepare, refuse_another_run
+from mwrobust.runtime import files
 
 
 def export(
@@ -83,9 +84,9 @@ def export(
     jax.tree_util.keystr(path, simple=True, separator='/'): np.asarray(leaf)
     for path, leaf in jax.tree_util.tree_leaves_with_path(variables)
   }
-  metrics.write_bytes(
+  files.write_bytes(
     folder / 'model.safetensors', safetensors.numpy.save(tensors)
   )
-  metrics.write_json(folder / 'model.json', card)
+  files.write_json(folder / 'model.json', card)
   for name in ('model.safetensors', 'model.json'):
     say(str(folder / name))

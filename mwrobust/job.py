@@ -10,12 +10,13 @@ import ml_collections
 import numpy as np
 from etils import epath
 
-from mwrobust import attacks, datasets, models, sharding
+from mwrobust import attacks, datasets, models
 from mwrobust import config as config_lib
 from mwrobust import state as state_lib
 from mwrobust import steps as steps_lib
 from mwrobust.errors import UserError
 from mwrobust.policies import Policy
+from mwrobust.runtime import devices
 from mwrobust.state import TrainState
 
 # What may differ between two calls on one workdir: it does not change training.
@@ -141,14 +142,14 @@ def prepare(config: ml_collections.ConfigDict) -> Job:
 
 def check_training(job: Job) -> None:
   """Raises a UserError if the devices cannot share a mini batch."""
-  batch_size, devices = job.config.train.batch_size, sharding.mesh().size
-  if batch_size % devices:
+  batch_size, count = job.config.train.batch_size, devices.mesh().size
+  if batch_size % count:
     lower, higher = (
-      batch_size // devices * devices,
-      sharding.round_up(batch_size),
+      batch_size // count * count,
+      devices.round_up(batch_size),
     )
     raise UserError(
-      f'train.batch_size = {batch_size} cannot be shared by {devices} devices: '
+      f'train.batch_size = {batch_size} cannot be shared by {count} devices: '
       f'choose {f"{lower} or " if lower else ""}{higher}, or fewer devices.'
     )
 
@@ -165,7 +166,7 @@ def training_batch(job: Job, step: int) -> steps_lib.Batch:
 def make_batch(split: datasets.Split, rows: np.ndarray) -> steps_lib.Batch:
   """These rows of a split, over all devices; their ids are their numbers."""
   ids = np.arange(len(split.labels), dtype=np.int32)
-  return steps_lib.Batch(*sharding.split_rows(rows, *split, ids))
+  return steps_lib.Batch(*devices.split_rows(rows, *split, ids))
 
 
 def _load_data(config: ml_collections.ConfigDict) -> datasets.Dataset:

@@ -14,16 +14,9 @@ import pathlib
 from absl import flags
 from etils import epath
 
-from mwrobust import (
-  command_line,
-  evaluate,
-  export,
-  report,
-  runs,
-  sharding,
-  train,
-)
+from mwrobust import command_line, evaluate, export, report, runs, train
 from mwrobust.errors import UserError
+from mwrobust.runtime import devices
 
 _CONFIG = command_line.define_config(
   'File of the run, with variants: configs/mnist.py:cnn. By default '
@@ -46,7 +39,7 @@ _DISTRIBUTED = flags.DEFINE_enum(
   'auto',
   ['auto', 'on', 'off'],
   'Whether this is one process of several. auto finds TPU hosts, SLURM tasks, '
-  f'the flags below and the variables {", ".join(sharding.VARIABLES)}.',
+  f'the flags below and the variables {", ".join(devices.VARIABLES)}.',
 )
 _COORDINATOR_ADDRESS = flags.DEFINE_string(
   'coordinator_address', None, 'Of process 0: host:port.'
@@ -58,7 +51,7 @@ _PROCESS_ID = flags.DEFINE_integer('process_id', None, 'Of this one, from 0.')
 def main(argv: list[str]) -> None:
   """Runs the job, and reports on it."""
   command_line.no_arguments(argv)
-  sharding.initialize(
+  devices.initialize(
     _DISTRIBUTED.value,
     _COORDINATOR_ADDRESS.value,
     _NUM_PROCESSES.value,
@@ -72,10 +65,10 @@ def main(argv: list[str]) -> None:
     'export': export.export,
   }[_MODE.value]
   say = functools.partial(print, flush=True)
-  if not sharding.is_first_process():
+  if not devices.is_first_process():
     say = lambda text: None  # noqa: E731
   job(config, workdir, say)
-  if _MODE.value != 'export' and sharding.is_first_process():
+  if _MODE.value != 'export' and devices.is_first_process():
     settings = evaluate.changed_settings(config, epath.Path(workdir))
     report.write([runs.load(workdir, settings)], workdir, say)
 

@@ -20,8 +20,9 @@ from typing import Any
 import numpy as np
 from etils import epath
 
-from mwrobust import attacks, metrics, sharding
+from mwrobust import attacks
 from mwrobust.errors import UserError
+from mwrobust.runtime import devices, files
 from mwrobust.steps import Attacked
 
 
@@ -180,14 +181,14 @@ class Outcomes:
 
   def save(self, path: epath.Path) -> None:
     """Writes all of it as .npz: whole, or not at all."""
-    if not sharding.is_first_process():
+    if not devices.is_first_process():
       return
     fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
     file = io.BytesIO()
     np.savez_compressed(
       file, **fields | {'settings': json.dumps(self.settings)}
     )
-    metrics.write_bytes(path, file.getvalue())
+    files.write_bytes(path, file.getvalue())
 
   @classmethod
   def load(cls, path: str | os.PathLike) -> 'Outcomes':

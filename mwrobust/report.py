@@ -27,9 +27,9 @@ from mwrobust.document import (
   write_files,
 )
 from mwrobust.errors import UserError
-from mwrobust.metrics import format_duration
 from mwrobust.outcomes import Outcomes
 from mwrobust.runs import Run
+from mwrobust.runtime.progress import format_duration
 
 
 def write(

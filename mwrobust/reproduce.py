@@ -31,18 +31,17 @@ from mwrobust import (
   document,
   evaluate,
   health,
-  metrics,
   models,
   paper,
   report,
   runs,
-  sharding,
   train,
 )
 from mwrobust import config as config_lib
 from mwrobust.errors import UserError, check_choice
 from mwrobust.job import refuse_another_run, steps_per_outer_step
-from mwrobust.metrics import format_duration
+from mwrobust.runtime import devices, files
+from mwrobust.runtime.progress import format_duration
 
 
 class TablePlan(NamedTuple):
@@ -423,7 +422,7 @@ def main(argv: list[str]) -> None:
   table = restrict(TABLES[given.table], given.methods)
   seeds = parse_seeds(given.seeds)
   folder = epath.Path(given.workdir) / command_line.config_name()
-  if sharding.among_slurm_tasks():
+  if devices.among_slurm_tasks():
     raise UserError('Run this once, not in each task: srun --ntasks=1.')
   say = functools.partial(print, flush=True)
   planned = plan(table, given.config, seeds, folder)
@@ -463,7 +462,7 @@ def write(
   title = f"The paper's table {name}, on {found[0].config.data.name}"
   document.write_files(output, title, sections, say)
   path = output.with_name(f'{output.name}.json')
-  metrics.write_json(path, as_json(found))
+  files.write_json(path, as_json(found))
   say(str(path))
 
 

@@ -10,7 +10,8 @@ import ml_collections
 import optax
 from flax.training import train_state
 
-from mwrobust import policies, sharding
+from mwrobust import policies
+from mwrobust.runtime import devices
 
 
 class TrainState(train_state.TrainState):
@@ -49,7 +50,7 @@ def create(
       policy=policy.init(),
     )
 
-  return jax.jit(init, out_shardings=sharding.replicated())()
+  return jax.jit(init, out_shardings=devices.replicated())()
 
 
 def make_optimizer(

@@ -8,8 +8,9 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from mwrobust import attacks, averaging, datasets, sharding
+from mwrobust import attacks, averaging, datasets
 from mwrobust.attacks import losses
+from mwrobust.runtime import devices
 from mwrobust.state import TrainState
 
 Array = jax.Array
@@ -75,7 +76,7 @@ def make_train_step(
     return state, loss
 
   return jax.jit(
-    train_step, donate_argnums=0, out_shardings=sharding.replicated()
+    train_step, donate_argnums=0, out_shardings=devices.replicated()
   )
 
 
@@ -103,7 +104,7 @@ def make_validation_step(
     logits = model.apply(variables, images, train=False)
     return losses.cross_entropy(logits, batch.labels)
 
-  return jax.jit(validation_step, out_shardings=sharding.replicated())
+  return jax.jit(validation_step, out_shardings=devices.replicated())
 
 
 class Attacked(NamedTuple):
@@ -165,7 +166,7 @@ def make_attack_step(
       stuck=found.stuck,
     )
 
-  return jax.jit(attack_step, out_shardings=sharding.replicated())
+  return jax.jit(attack_step, out_shardings=devices.replicated())
 
 
 def make_logits_step(*, model: nn.Module):
@@ -174,7 +175,7 @@ def make_logits_step(*, model: nn.Module):
   def logits_step(members: tuple[Any, ...], images: Array) -> Array:
     return _logits_fn(model, members)(_to_float(images))
 
-  return jax.jit(logits_step, out_shardings=sharding.replicated())
+  return jax.jit(logits_step, out_shardings=devices.replicated())
 
 
 def _make_attack(model: nn.Module, switch: Callable[..., Any]):
@@ -188,7 +189,7 @@ def _make_attack(model: nn.Module, switch: Callable[..., Any]):
     logits_fn = _logits_fn(model, members)
     return switch(logits_fn, index, key, *batch, scale, *start)
 
-  return sharding.by_example(attack)
+  return devices.by_example(attack)
 
 
 def _logits_fn(model: nn.Module, members: tuple[Any, ...]):

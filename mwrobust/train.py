@@ -19,10 +19,9 @@ import numpy as np
 from etils import epath
 
 from mwrobust import config as config_lib
-from mwrobust import datasets, evaluate, report, sharding
+from mwrobust import datasets, evaluate, report
 from mwrobust.checkpoints import Checkpoints
 from mwrobust.errors import UserError
-from mwrobust.interruption import Interrupted, Stop, stop_signals
 from mwrobust.job import (
   Job,
   check_training,
@@ -31,8 +30,12 @@ from mwrobust.job import (
   refuse_another_run,
   training_batch,
 )
-from mwrobust.metrics import Metrics, Progress, write_json
 from mwrobust.outcomes import Outcomes
+from mwrobust.runtime import devices
+from mwrobust.runtime.files import write_json
+from mwrobust.runtime.metrics import Metrics
+from mwrobust.runtime.progress import Progress
+from mwrobust.runtime.signals import Interrupted, Stop, stop_signals
 from mwrobust.state import TrainState
 from mwrobust.steps import Batch
 
@@ -185,7 +188,7 @@ def validation_losses(
   labels = job.data.validation.labels
   scale = job.radius_scale(max(0, step - 1))
   totals = np.zeros(len(job.pairs))
-  batch_size = sharding.round_up(job.config.eval.batch_size)
+  batch_size = devices.round_up(job.config.eval.batch_size)
   for rows, mask in datasets.padded_batches(len(labels), batch_size):
     batch = make_batch(job.data.validation, rows)
     for index in range(len(job.pairs)):

@@ -81,3 +81,21 @@ def trained(digits):
   carry = params, optimiser.init(params)
   (params, _), _ = jax.lax.scan(step, carry, rows)
   return functools.partial(model.apply, params, train=False)
+
+
+@pytest.fixture
+def bucket():
+  """`gs://bucket`, in memory."""
+  fsspec = pytest.importorskip('fsspec')
+  from fsspec.implementations.memory import MemoryFileSystem
+
+  class Bucket(MemoryFileSystem):
+    protocol = ('gs', 'gcs')
+    store, pseudo_dirs = {}, ['']
+
+    @classmethod
+    def _strip_protocol(cls, path):
+      return '/' + str(path).removeprefix('gs://').strip('/')
+
+  fsspec.register_implementation('gcs', Bucket, clobber=True)
+  return 'gs://bucket/run'

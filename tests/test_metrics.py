@@ -1,11 +1,7 @@
-import contextlib
-import doctest
 import errno
-import io
 import json
 import os
 import pathlib
-import resource
 import subprocess
 import sys
 
@@ -13,18 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from etils import epath
+from test_files import fail_with, hundred_byte_files, strict_loads
 
-from mwrobust import metrics
 from mwrobust.errors import UserError
-
-
-def strict_loads(text):
-  """Parses JSON as a strict reader does: no NaN, no Infinity."""
-
-  def refuse(constant):
-    raise AssertionError(f'{constant} is not JSON')
-
-  return json.loads(text, parse_constant=refuse)
+from mwrobust.runtime import files, metrics
 
 
 def read_rows(workdir):
@@ -40,72 +28,6 @@ def write_steps(workdir, resume_step, steps):
 
 def steps_of(workdir):
   return [row['step'] for row in read_rows(workdir)]
-
-
-def fail_with(code):
-  def fail(*_):
-    raise OSError(code, os.strerror(code))
-
-  return fail
-
-
-def test_doctests():
-  assert doctest.testmod(metrics).failed == 0
-
-
-@contextlib.contextmanager
-def hundred_byte_files():
-  """Lets no file grow beyond 100 bytes: a disk that fills up, for real."""
-  limit = resource.getrlimit(resource.RLIMIT_FSIZE)
-  resource.setrlimit(resource.RLIMIT_FSIZE, (100, limit[1]))
-  try:
-    yield
-  finally:
-    resource.setrlimit(resource.RLIMIT_FSIZE, limit)
-
-
-# ---- write_json -------------------------------------------------------------
-
-
-def test_write_json_makes_the_folder_and_leaves_only_the_file(tmp_path):
-  path = tmp_path / 'runs' / 'first' / 'config.json'
-  metrics.write_json(path, {'eps': (0.4, np.float32(0.5)), 'bad': float('nan')})
-  metrics.write_json(path, {'eps': jnp.array([0.25, np.inf]), 'é': np.bool_(1)})
-  assert strict_loads(path.read_text()) == {'eps': [0.25, None], 'é': True}
-  assert os.listdir(path.parent) == ['config.json']
-
-
-@pytest.mark.parametrize('function', ['fsync', 'replace'])
-@pytest.mark.parametrize(
-  ('code', 'cure'),
-  [(errno.ENOSPC, 'Free some space'), (errno.EACCES, 'choose another workdir')],
-)
-def test_write_json_that_fails_keeps_the_old_file(
-  tmp_path, monkeypatch, function, code, cure
-):
-  path = tmp_path / 'status.json'
-  metrics.write_json(path, 'running')
-  monkeypatch.setattr(os, function, fail_with(code))
-  with pytest.raises(UserError, match=cure) as caught:
-    metrics.write_json(path, 'done')
-  assert f'{path}: [Errno {code}]' in str(caught.value)
-  assert json.loads(path.read_text()) == 'running'
-  assert os.listdir(tmp_path) == ['status.json']
-
-
-def test_write_json_removes_what_it_wrote_by_half(tmp_path):
-  path = tmp_path / 'config.json'
-  metrics.write_json(path, 'old')
-  with hundred_byte_files(), pytest.raises(UserError, match='File too large'):
-    metrics.write_json(path, 'new' * 10_000)
-  assert json.loads(path.read_text()) == 'old'
-  assert os.listdir(tmp_path) == ['config.json']
-
-
-def test_write_json_refuses_what_is_not_json_and_writes_nothing(tmp_path):
-  with pytest.raises(TypeError, match='not JSON serializable'):
-    metrics.write_json(tmp_path / 'config.json', {'model': object()})
-  assert os.listdir(tmp_path) == []
 
 
 # ---- Metrics: the rows ------------------------------------------------------
@@ -188,7 +110,7 @@ def test_a_strange_line_is_named_and_left_alone(tmp_path, line):
 def test_a_killed_run_resumes_where_its_rows_end(tmp_path):
   program = (
     'import itertools, sys\n'
-    'from mwrobust.metrics import Metrics\n'
+    'from mwrobust.runtime.metrics import Metrics\n'
     'log = Metrics(sys.argv[1], None)\n'
     'for step in itertools.count():\n'
     '  log.write("train", step, loss=0.5)\n'
@@ -283,7 +205,7 @@ def test_nothing_imports_tensorflow_even_where_it_is_installed(tmp_path):
   (tmp_path / 'tensorflow.py').write_text('raise SystemExit("TensorFlow!")')
   program = (
     'import sys\n'
-    'from mwrobust.metrics import Metrics\n'
+    'from mwrobust.runtime.metrics import Metrics\n'
     'assert not any("tensorboard" in name for name in sys.modules)\n'
     'with Metrics(sys.argv[1], None) as log:\n'
     '  log.write("train", 1, loss=0.5)\n'
@@ -298,192 +220,7 @@ def test_nothing_imports_tensorflow_even_where_it_is_installed(tmp_path):
   assert read_tensorboard(tmp_path / 'run') == {'train/loss': [(1, 0.5)]}
 
 
-# ---- Progress ---------------------------------------------------------------
-
-
-class Terminal(io.StringIO):
-  """A terminal that remembers what it was sent."""
-
-  def isatty(self):
-    return True
-
-  def screen(self):
-    """What the user sees: carriage returns go back and overwrite."""
-    lines = []
-    for line in self.getvalue().split('\n'):
-      shown = ''
-      for text in line.split('\r'):
-        shown = text + shown[len(text) :]
-      lines.append(shown.rstrip())
-    return lines
-
-
-class Clock:
-  """Seconds that pass only when told to."""
-
-  seconds = 1000.0
-
-  def __call__(self):
-    return self.seconds
-
-
-def make_progress(stream, start=0, total=100, log_every=10):
-  clock = Clock()
-  progress = metrics.Progress(
-    total,
-    start=start,
-    batch_size=8,
-    log_every=log_every,
-    stream=stream,
-    clock=clock,
-  )
-  return progress, clock
-
-
-@pytest.mark.parametrize(
-  ('seconds', 'text'),
-  [
-    (0, '0:00'),
-    (59.6, '1:00'),
-    (3599.4, '59:59'),
-    (3600, '1:00:00'),
-    (86399.7, '1d 0:00:00'),
-    (100 * 86400 + 61, '100d 0:01:01'),
-  ],
-)
-def test_format_duration(seconds, text):
-  assert metrics.format_duration(seconds) == text
-
-
-@pytest.mark.parametrize(
-  ('rate', 'text'),
-  [(0.0314, '0.031'), (9.4, '9.4'), (9.99, '10'), (12345.6, '12346')],
-)
-def test_progress_line_shows_slow_and_fast_rates(rate, text):
-  line = metrics.progress_line(1, 2, rate, None, None, 'training')
-  assert line == f'training  step 1/2  50%  {text} images/s'
-
-
-def test_progress_line_says_100_percent_only_when_done():
-  line = metrics.progress_line(99_999, 100_000, None, None, None, 'validating')
-  assert line == 'validating  step  99999/100000  99%'
-  line = metrics.progress_line(9, 9, None, 0, 50, 'done')
-  assert line == 'done  step 9/9  100%  0:00 left  [###############]'
-
-
-def test_progress_line_fits_any_width():
-  for width in range(1, 200):
-    line = metrics.progress_line(12, 345, 67.8, 9012.3, width, 'training')
-    assert len(line) <= width
-    assert ('[' in line) == (len(line) == width and width > 60)
-
-
-def test_rate_leaves_out_the_first_step_and_earlier_processes():
-  progress, clock = make_progress(io.StringIO(), start=50)
-  clock.seconds += 7
-  progress.update(50, 'validating')
-  assert progress.images_per_second is None
-  clock.seconds += 100  # Compiles.
-  progress.update(51)
-  assert progress.images_per_second is None
-  clock.seconds += 2
-  progress.update(52)
-  assert progress.images_per_second == 8 / 2
-  clock.seconds += 6  # Two steps and a validation.
-  progress.update(54)
-  assert progress.images_per_second == 8 * 3 / 8
-
-
-def test_log_file_gets_one_plain_line_per_interval():
-  stream = io.StringIO()
-  progress, clock = make_progress(stream, start=17, total=45)
-  with progress:
-    for step in range(17, 46):
-      progress.update(step)
-      clock.seconds += 2
-      if step == 30:
-        progress.update(step, 'validating')
-        progress.say('worst loss: dct_l1')
-    progress.update(45, 'done')
-  assert stream.getvalue().splitlines() == [
-    'training  step 20/45  44%  4 images/s  0:50 left',
-    'training  step 30/45  66%  4 images/s  0:30 left',
-    'worst loss: dct_l1',
-    'training  step 40/45  88%  4 images/s  0:10 left',
-    'training  step 45/45  100%  4 images/s  0:00 left',
-  ]
-  assert stream.getvalue().replace('\n', '').isprintable()
-
-
-def test_terminal_shows_one_bar_and_what_is_said_above_it(monkeypatch):
-  monkeypatch.setenv('COLUMNS', '42')
-  stream = Terminal()
-  progress, clock = make_progress(stream)
-  with progress:
-    progress.say('before')
-    progress.update(0, 'validating all threats')
-    progress.update(0, 'training')
-    bar = 'training  step   0/100   0%  [----------]'
-    assert stream.screen() == ['before', bar]
-    progress.say('one\ntwo')
-    clock.seconds += 1
-    progress.update(50, 'validating')
-    progress.update(50, 'stop')
-    progress.say('three')
-  assert stream.screen() == [
-    'before',
-    'one',
-    'two',
-    'three',
-    'stop  step  50/100  50%  [#######-------]',
-    '',
-  ]
-
-
-def test_terminal_is_redrawn_five_times_a_second_and_at_changes(monkeypatch):
-  monkeypatch.setenv('COLUMNS', '80')
-  stream = Terminal()
-  progress, clock = make_progress(stream, total=1000)
-  for step in range(1000):
-    progress.update(step)
-    clock.seconds += 1 / 64
-  draws = stream.getvalue().count('\r')
-  assert draws == 1 + 999 // 13  # 13 / 64 is the first to reach 0.2 seconds.
-  progress.update(999, 'validating')
-  progress.update(1000, 'validating')
-  assert stream.getvalue().count('\r') == draws + 2
-  assert stream.getvalue().endswith('#]')
-
-
-def test_a_terminal_that_goes_away_does_not_stop_the_run():
-  class Gone(Terminal):
-    def write(self, text):
-      raise OSError(errno.EIO, 'Input/output error')
-
-  with make_progress(Gone())[0] as progress:
-    progress.update(1)
-    progress.say('still here')
-
-
 # ------------------------------------------------------------------- a bucket
-
-
-@pytest.fixture
-def bucket():
-  """`gs://bucket`, in memory."""
-  fsspec = pytest.importorskip('fsspec')
-  from fsspec.implementations.memory import MemoryFileSystem
-
-  class Bucket(MemoryFileSystem):
-    protocol = ('gs', 'gcs')
-    store, pseudo_dirs = {}, ['']
-
-    @classmethod
-    def _strip_protocol(cls, path):
-      return '/' + str(path).removeprefix('gs://').strip('/')
-
-  fsspec.register_implementation('gcs', Bucket, clobber=True)
-  return 'gs://bucket/run'
 
 
 def test_an_outer_step_is_in_the_bucket_before_its_checkpoint(bucket):
@@ -498,8 +235,8 @@ def test_an_outer_step_is_in_the_bucket_before_its_checkpoint(bucket):
 
 
 def test_a_run_in_a_bucket_is_written_and_gone_on_with(bucket):
-  metrics.write_json(f'{bucket}/config.json', {'seed': 3})
-  metrics.write_json(f'{bucket}/config.json', {'seed': 4})
+  files.write_json(f'{bucket}/config.json', {'seed': 3})
+  files.write_json(f'{bucket}/config.json', {'seed': 4})
   with metrics.Metrics(bucket, resume_step=None) as log:
     for step in (1, 2, 3):
       log.write('train', step, loss=1 / step)

@@ -17,10 +17,11 @@ import pytest
 from tiny_run import tiny
 
 from launch import local
-from mwrobust import checkpoints, sharding
+from mwrobust import checkpoints
 from mwrobust.errors import UserError
 from mwrobust.job import check_training, prepare
 from mwrobust.outcomes import Outcomes
+from mwrobust.runtime import devices
 
 ROOT = pathlib.Path(__file__).parent.parent
 CHANGES = {  # 24 steps, and a network good enough to stand now and then.
@@ -111,15 +112,16 @@ os.environ['XLA_FLAGS'] = os.environ['XLA_FLAGS'].replace('count=2', 'count=4')
 import jax
 from tiny_run import tiny
 from test_multiprocess import CHANGES
-from mwrobust import sharding, train
+from mwrobust import train
+from mwrobust.runtime import devices
 
 assert jax.device_count() == 4
 auto = (jax.sharding.AxisType.Auto,)
-for name, devices in (('1', 1), ('2', 2), ('4', 4), ('begun', 4)):
+for name, count in (('1', 1), ('2', 2), ('4', 4), ('begun', 4)):
   mesh = jax.make_mesh(
-    (devices,), ('data',), axis_types=auto, devices=jax.devices()[:devices]
+    (count,), ('data',), axis_types=auto, devices=jax.devices()[:count]
   )
-  sharding.mesh = lambda mesh=mesh: mesh
+  devices.mesh = lambda mesh=mesh: mesh
   train.train_and_evaluate(tiny(**CHANGES), f'{folder}/{name}')
 """
 
@@ -285,22 +287,22 @@ def joined(monkeypatch):
   monkeypatch.setattr(
     jax.distributed, 'initialize', lambda *args: calls.append(args)
   )
-  for name in (*sharding.VARIABLES, 'SLURM_STEP_NUM_TASKS'):
+  for name in (*devices.VARIABLES, 'SLURM_STEP_NUM_TASKS'):
     monkeypatch.delenv(name, raising=False)
   return calls
 
 
 def test_alone_unless_told_otherwise(joined, monkeypatch):
-  sharding.initialize()
-  sharding.initialize('off', 'host:1', 2, 0)
+  devices.initialize()
+  devices.initialize('off', 'host:1', 2, 0)
   assert joined == []
-  sharding.initialize('auto', 'host:1', 2, 1)
-  sharding.initialize('on')
+  devices.initialize('auto', 'host:1', 2, 1)
+  devices.initialize('on')
   monkeypatch.setenv('SLURM_STEP_NUM_TASKS', '4')
-  sharding.initialize()
-  for name, value in zip(sharding.VARIABLES, ('host:2', '3', '0'), strict=True):
+  devices.initialize()
+  for name, value in zip(devices.VARIABLES, ('host:2', '3', '0'), strict=True):
     monkeypatch.setenv(name, value)
-  sharding.initialize()
+  devices.initialize()
   nothing = (None, None, None)
   assert joined == [('host:1', 2, 1), nothing, nothing, ('host:2', 3, 0)]
 
@@ -315,14 +317,14 @@ def test_alone_unless_told_otherwise(joined, monkeypatch):
 )
 def test_flags_that_do_not_fit_together(given, message, joined):
   with pytest.raises(UserError, match=message):
-    sharding.initialize('auto', *given)
+    devices.initialize('auto', *given)
   assert joined == []
 
 
 def test_variables_must_be_numbers(joined, monkeypatch):
   monkeypatch.setenv('JAX_NUM_PROCESSES', 'two')
   with pytest.raises(UserError, match='JAX_NUM_PROCESSES=two must be a whole'):
-    sharding.initialize()
+    devices.initialize()
 
 
 def test_a_batch_that_cannot_be_shared():

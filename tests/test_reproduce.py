@@ -18,9 +18,9 @@ from tiny_run import tiny
 
 from mwrobust import config, paper, reproduce, runs, train
 from mwrobust.errors import UserError
-from mwrobust.interruption import Stop
 from mwrobust.job import prepare, refuse_another_run
 from mwrobust.outcomes import Outcomes
+from mwrobust.runtime.signals import Stop
 
 ROOT = pathlib.Path(__file__).parent.parent
 POLICIES = ('greedy', 'round_robin', 'multiplicative_weights')

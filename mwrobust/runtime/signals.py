@@ -7,7 +7,7 @@ import signal
 import threading
 from collections.abc import Iterator
 
-from mwrobust import sharding
+from mwrobust.runtime import devices
 
 
 class Interrupted(Exception):  # noqa: N818
@@ -40,14 +40,14 @@ class StopTogether(Stop):
 
   def check(self) -> None:
     """Raises Interrupted if one has, and all processes have come this far."""
-    if sharding.stop_is_agreed(next(self._checks)):
+    if devices.stop_is_agreed(next(self._checks)):
       raise Interrupted(signal.SIGTERM)
 
 
 @contextlib.contextmanager
 def stop_signals() -> Iterator[Stop]:
   """Lets SIGTERM and Ctrl-C wait for the next safe moment; the second not."""
-  if sharding.is_distributed():
+  if devices.is_distributed():
     before = signal.signal(  # JAX hears only SIGTERM.
       signal.SIGINT, lambda *_: os.kill(os.getpid(), signal.SIGTERM)
     )

@@ -1,0 +1,1 @@
+"""Around a run: devices, files, metrics, progress, signals."""

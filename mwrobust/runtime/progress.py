@@ -1,0 +1,189 @@
+"""A line of progress on the terminal, or in the log file that stands in for it.
+
+with Progress(total, start=0, batch_size=128, log_every=100) as progress:
+  progress.update(step, 'training')
+  progress.say('outer step 3: worst loss dct_l1')
+"""
+
+import contextlib
+import math
+import os
+import shutil
+import sys
+import time
+from collections.abc import Callable
+from typing import TextIO
+
+from mwrobust.runtime import devices
+
+
+def format_duration(seconds: float) -> str:
+  """Formats a duration as a clock does.
+
+  >>> [format_duration(s) for s in (0.4, 192, 3723, 183845)]
+  ['0:00', '3:12', '1:02:03', '2d 3:04:05']
+  """
+  minutes, seconds = divmod(round(seconds), 60)
+  hours, minutes = divmod(minutes, 60)
+  days, hours = divmod(hours, 24)
+  if days:
+    return f'{days}d {hours}:{minutes:02}:{seconds:02}'
+  if hours:
+    return f'{hours}:{minutes:02}:{seconds:02}'
+  return f'{minutes}:{seconds:02}'
+
+
+def progress_line(
+  step: int,
+  total: int,
+  images_per_second: float | None,
+  seconds_left: float | None,
+  width: int | None,
+  note: str,
+) -> str:
+  """Formats one line of progress.
+
+  >>> progress_line(1200, 9000, 842.3, 571.0, None, 'training')
+  'training  step 1200/9000  13%  842 images/s  9:31 left'
+  >>> progress_line(1200, 9000, 842.3, 571.0, 68, 'training')
+  'training  step 1200/9000  13%  842 images/s  9:31 left  [#---------]'
+
+  Args:
+    step: steps done.
+    total: steps in the whole run.
+    images_per_second: None where it is not known yet.
+    seconds_left: None where it is not known yet.
+    width: columns to fill with a bar and not to exceed; None for no bar.
+    note: what the run is doing.
+  """
+  parts = [
+    note,
+    f'step {step:{len(str(total))}}/{total}',
+    f'{100 * step // total:2}%',  # Rounded down: 100% means done.
+  ]
+  if images_per_second is not None:
+    digits = '.2g' if images_per_second < 10 else '.0f'
+    parts.append(f'{images_per_second:{digits}} images/s')
+  if seconds_left is not None:
+    parts.append(f'{format_duration(seconds_left)} left')
+  line = '  '.join(parts)
+  if width is None:
+    return line
+  room = width - len(line) - len('  []')
+  if room >= 10:
+    done = room * step // total
+    line += f'  [{"#" * done}{"-" * (room - done)}]'
+  return line[:width]
+
+
+class Progress:
+  """Tells how far the run is: a live bar on a terminal, lines in a log file.
+
+  The rate is taken over this process's own steps, without the first, which
+  compiles: a resumed run does not count what another did. Validation is inside
+  it, so that the time left is the time the user waits.
+  """
+
+  _SECONDS_BETWEEN_REDRAWS = 0.2
+
+  def __init__(
+    self,
+    total: int,
+    *,
+    start: int,
+    batch_size: int,
+    log_every: int,
+    stream: TextIO | None = None,
+    clock: Callable[[], float] = time.monotonic,
+  ):
+    """Prepares the progress of a run; nothing is shown before `update`.
+
+    Args:
+      total: steps in the whole run.
+      start: steps done before this process began.
+      batch_size: images in a step.
+      log_every: steps between two lines in a log file; a terminal is redrawn
+        some five times a second.
+      stream: where to show it, stderr by default.
+      clock: the seconds since any fixed moment.
+    """
+    self._total = total
+    self._start = start
+    self._batch_size = batch_size
+    self._log_every = log_every
+    if stream is None:
+      first = devices.is_first_process()
+      stream = sys.stderr if first else open(os.devnull, 'w')  # noqa: SIM115
+    self._stream = stream
+    self._clock = clock
+    self._live = self._stream.isatty()
+    self._first: tuple[int, float] | None = None  # (step, seconds) to time from
+    self._last = (start, clock())  # (step, seconds) of the last update
+    self._note = ''
+    self._bar = ''  # What stands on the last line of a terminal now.
+    self._drawn_at = -math.inf
+    self._logged_step: int | None = None
+
+  @property
+  def images_per_second(self) -> float | None:
+    """The rate at the last update; None before the second step of ours."""
+    if self._first is None:
+      return None
+    steps = self._last[0] - self._first[0]
+    seconds = self._last[1] - self._first[1]
+    return steps * self._batch_size / seconds if steps and seconds else None
+
+  def update(self, step: int, note: str = 'training') -> None:
+    """Says that `step` steps are done; call it at every step, it is cheap.
+
+    Args:
+      step: steps done in the whole run.
+      note: what the run does next; a new note is shown at once on a terminal.
+    """
+    now = self._clock()
+    self._last = step, now
+    if self._first is None and step > self._start:
+      self._first = self._last
+    changed = note != self._note
+    self._note = note
+    if self._live:
+      idle = now - self._drawn_at >= self._SECONDS_BETWEEN_REDRAWS
+      if idle or changed or step == self._total:
+        self._drawn_at = now
+        # The last column stays free: some terminals wrap when it is filled.
+        width = shutil.get_terminal_size().columns - 1
+        self._bar = self._line(width).ljust(width)
+        self._show('\r' + self._bar)
+    elif step != self._logged_step and (
+      step % self._log_every == 0 or step == self._total
+    ):
+      self._logged_step = step
+      self._show(self._line(None) + '\n')
+
+  def say(self, text: str) -> None:
+    """Prints `text` on lines of its own, above the bar."""
+    erase = '\r' + ' ' * len(self._bar) + '\r' if self._bar else ''
+    self._show(erase + text + '\n' + self._bar)
+
+  def close(self) -> None:
+    """Leaves the bar as it is and the cursor below it."""
+    if self._bar:
+      self._show('\n')
+      self._bar = ''
+
+  def __enter__(self) -> 'Progress':
+    return self
+
+  def __exit__(self, *_) -> None:
+    self.close()
+
+  def _line(self, width: int | None) -> str:
+    step, rate = self._last[0], self.images_per_second
+    left = (self._total - step) * self._batch_size / rate if rate else None
+    return progress_line(step, self._total, rate, left, width, self._note)
+
+  def _show(self, text: str) -> None:
+    # A terminal that went away must not end a training of days.
+    with contextlib.suppress(OSError):
+      self._stream.write(text)
+      self._stream.flush()
