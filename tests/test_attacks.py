@@ -1323,6 +1323,56 @@ def test_an_attack_that_does_not_move_says_so():
     assert found.stuck.tolist() == [True] * 3 + [False] * 3, pair
 
 
+# Attack: (gradients, forwards) if the network is never fooled; if it always is.
+SPENT = {
+  attacks.pgd(5): ((5, 0), (5, 0)),
+  attacks.slide(5, restarts=3): ((15, 3), (15, 3)),
+  attacks.apgd(10): ((10, 1), (7, 1)),  # The first six are in larger balls.
+  attacks.apgd(10, loss='dlr', targets=3, restarts=2): ((60, 7), (7, 2)),
+  attacks.fab(5, targets=2): ((10, 13), (1, 3)),
+  attacks.square(20, restarts=2): ((0, 40), (0, 1)),
+}
+
+
+@pytest.mark.parametrize('attack', SPENT, ids=repr)
+def test_counts_what_was_evaluated(attack):
+  calls = []
+
+  def says_one(images):
+    jax.debug.callback(lambda: calls.append(1))
+    return curved(images).at[:, 1].add(1e3)
+
+  threat, other = SIX[2], SIX[3]
+  never, always = SPENT[attack]
+  alone = attacks.make_attack(threat, attack, details=True)
+  alone = jax.jit(functools.partial(alone, says_one))
+  for label, expected in ((1, never), (0, always)):
+    found = alone(KEY, IMAGES, np.full(6, label, np.int32))
+    assert spent(found) == [expected] * 6
+    jax.effects_barrier()
+    assert len(calls) == sum(expected)
+    calls.clear()
+
+  # ---- in a switch, on two devices of which one may stop early
+  pairs = [(other, attacks.pgd(1)), (threat, attack)]
+  switch = attacks.make_switch(pairs, details=True)
+  sharded = jax.shard_map(
+    functools.partial(switch, says_one),
+    mesh=jax.make_mesh((2,), ('data',), (jax.sharding.AxisType.Auto,)),
+    in_specs=(jax.P(), jax.P(), jax.P('data'), jax.P('data')),
+    out_specs=jax.P('data'),
+  )
+  labels = np.array([1, 1, 1, 0, 0, 0], np.int32)
+  found = jax.jit(sharded)(jnp.int32(1), KEY, IMAGES, labels)
+  assert spent(found) == [never] * 3 + [always] * 3
+
+
+def spent(found):
+  return list(
+    zip(found.gradients.tolist(), found.forwards.tolist(), strict=True)
+  )
+
+
 @EACH_OF_SIX
 def test_distance_is_the_norm_in_the_space(threat):
   other = IMAGES[::-1]

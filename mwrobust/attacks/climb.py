@@ -22,7 +22,7 @@ from mwrobust.attacks.checks import (
   require,
 )
 from mwrobust.attacks.losses import LOSSES
-from mwrobust.attacks.problem import Best, Problem, better, judge
+from mwrobust.attacks.problem import Best, Problem, Tried, better, judge
 
 Array = jax.Array
 
@@ -238,8 +238,8 @@ def prepare(
   loss_fn: Callable[[Array, Array, Array], Array],
   targets: int,
   only_try: bool,
-) -> Callable[[Array, Best], tuple[Best, Array]]:
-  """Makes `attempt(number, best) -> (best, stuck)`, which climbs once.
+) -> Callable[[Array, Tried], Tried]:
+  """Makes `attempt(number, tried) -> tried`, which climbs once.
 
   Args:
     problem: the batch, the network and the threat.
@@ -271,7 +271,7 @@ def prepare(
     step = jax.tree.map(lambda column: jnp.asarray(column)[i], plan.steps)
     return step._replace(eps=scale * step.eps, size=scale * step.size)
 
-  def attempt(number, best):
+  def attempt(number, tried):
     every_target = jnp.maximum(plan.targets, 1)
     target = jnp.take(others, number % every_target, axis=1)
     keys = problem.keys(number // every_target)
@@ -316,16 +316,18 @@ def prepare(
       more = now.i < plan.count
       return more if keeps_last else more & ~jnp.all(now.best.fooled)
 
-    start = _Climb(jnp.int32(0), delta, state, best, best.fooled)
+    start = _Climb(jnp.int32(0), delta, state, tried.best, tried.stuck)
     end = lax.while_loop(goes_on, step, start)
+    spent = tried.spent.plus(gradients=end.i)
 
     # ---- the last point has not been evaluated yet
     if not judges_last:
-      return best._replace(delta=end.delta), end.stuck
+      return Tried(tried.best._replace(delta=end.delta), end.stuck, spent)
     loss, logits = value(problem.final_images(end.delta), target)
     found = judge(end.delta, loss, logits, labels)
     is_open = keeps_last | ~end.best.fooled
-    return better(end.best, found, is_open), end.stuck
+    best = better(end.best, found, is_open)
+    return Tried(best, end.stuck, spent.plus(forwards=1))
 
   return attempt
 

@@ -18,7 +18,7 @@ from mwrobust.attacks import losses, norms
 from mwrobust.attacks.checks import check_count
 from mwrobust.attacks.climb import noise
 from mwrobust.attacks.geometry import PIXEL
-from mwrobust.attacks.problem import Best, Problem, better, judge
+from mwrobust.attacks.problem import Best, Problem, Tried, better, judge
 
 Array = jax.Array
 
@@ -57,7 +57,7 @@ class Fab:
     return True
 
   def prepare(self, problem: Problem, eps: float, norm: norms.Norm):
-    """Makes `attempt(number, best) -> (best, stuck)`."""
+    """Makes `attempt(number, tried) -> tried`."""
     return _prepare(self, problem, eps, norm)
 
 
@@ -130,7 +130,7 @@ def _prepare(attack: Fab, problem: Problem, eps: float, norm: norms.Norm):
       best=better(search.best, found, (length <= radius) & ~search.best.fooled),
     ), found.fooled
 
-  def attempt(number, best):
+  def attempt(number, tried):
     target = jnp.take(others, number % attack.targets, axis=1)
     restart = number // attack.targets
     keys = problem.keys(restart)
@@ -162,9 +162,9 @@ def _prepare(attack: Fab, problem: Problem, eps: float, norm: norms.Norm):
       i=jnp.int32(0),
       delta=delta,
       nearest=delta,
-      length=jnp.full_like(best.loss, jnp.inf),
-      best=best,
-      stuck=best.fooled,
+      length=jnp.full_like(tried.best.loss, jnp.inf),
+      best=tried.best,
+      stuck=tried.stuck,
     )
     search = lax.while_loop(goes_on, advance, search)
 
@@ -175,6 +175,8 @@ def _prepare(attack: Fab, problem: Problem, eps: float, norm: norms.Norm):
     logits = logits_fn(problem.final_images(delta))
     loss = losses.targeted_margin(logits, labels, target)
     found = judge(delta, loss, logits, labels)
-    return better(search.best, found, ~search.best.fooled), search.stuck
+    best = better(search.best, found, ~search.best.fooled)
+    spent = tried.spent.plus(gradients=search.i, forwards=search.i + 1)
+    return Tried(best, search.stuck, spent)
 
   return attempt

@@ -267,7 +267,7 @@ def _l1_project(x: Array, low: Array, high: Array, eps: Array) -> Array:
   highest = jnp.where(is_free, jnp.minimum(top, eps), top)
   inside = jnp.clip(x, low, high)
   is_inside = _l1_length(inside) <= eps
-  state = jnp.zeros_like(top), highest, highest, is_inside, 0
+  state = jnp.zeros_like(highest), highest, highest, is_inside, 0
   state = lax.while_loop(lambda s: ~s[3] & (s[4] < 64), newton, state)
   projected = jnp.sign(x) * jnp.clip(depth + state[2], 0, room)
   return jnp.where(is_inside, inside, projected)

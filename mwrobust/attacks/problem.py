@@ -28,6 +28,36 @@ class Best(NamedTuple):
   fooled: Array
 
 
+class Spent(NamedTuple):
+  """What was evaluated while an example was in the batch, int32 [B].
+
+  Attributes:
+    gradients: gradients of the loss, each with its forward pass.
+    forwards: forward passes without a gradient.
+  """
+
+  gradients: Array
+  forwards: Array
+
+  def plus(self, *, gradients: Array | int = 0, forwards: Array | int = 0):
+    """Returns the sum."""
+    return Spent(self.gradients + gradients, self.forwards + forwards)
+
+
+class Tried(NamedTuple):
+  """The outcome of all tries so far.
+
+  Attributes:
+    best: what they have found.
+    stuck: bool [B], whether the last gradient was zero in every pixel.
+    spent: what they have cost.
+  """
+
+  best: Best
+  stuck: Array
+  spent: Spent
+
+
 class Problem(NamedTuple):
   """A batch and the threat to it; what is per example has a first axis B."""
 
@@ -41,11 +71,12 @@ class Problem(NamedTuple):
   domain: Domain
 
   @property
-  def nothing(self) -> Best:
-    """What has been found before the first try: the images themselves."""
+  def nothing(self) -> Tried:
+    """What there is before the first try: the images themselves."""
     loss = jnp.full_like(self.images[:, 0, 0, 0], -jnp.inf)
     delta = jnp.zeros_like(self.domain.centre)
-    return Best(delta, loss, jnp.zeros_like(loss, bool))
+    no, zero = jnp.zeros_like(loss, bool), jnp.zeros_like(loss, jnp.int32)
+    return Tried(Best(delta, loss, no), no, Spent(zero, zero))
 
   def keys(self, number: Array) -> Array:
     """Returns a key for each example, by its id and the number of the try."""

@@ -39,11 +39,19 @@ class Found(NamedTuple):
       clip to [0, 1].
     stuck: whether the last gradient was zero in every pixel: such an attack
       does not move, whatever its loss.
+    gradients: int32, how many loss gradients were evaluated while the example
+      was in the batch, over all tries; fewer than the steps if the attack
+      stopped early.
+    forwards: int32, how many forward passes without a gradient were: those of
+      FAB and Square, one that ranks the targets, and one that judges the last
+      point of each climb.
   """
 
   images: Array
   distance: Array
   stuck: Array
+  gradients: Array
+  forwards: Array
 
 
 def make_attack(
@@ -199,26 +207,28 @@ def _solve(
   attempt = _prepare(problem, pairs, index, only_try=most == 1)
   if start is not None:
     start = check_index('start', start)
-  nothing = problem.nothing, jnp.zeros_like(problem.nothing.fooled)
+  nothing = problem.nothing
+  if any(attack.targets for _, attack in pairs):
+    nothing = nothing._replace(spent=nothing.spent.plus(forwards=1))
   if start is not None or most == 1:
-    best, stuck = attempt(0 if start is None else start, problem.nothing)
+    tried = attempt(0 if start is None else start, nothing)
   else:
     stops_early = pairs[0][1].stops_early
 
     def goes_on(state):
-      number, (best, _) = state
+      number, tried = state
       more = number < tries
-      return more & ~jnp.all(best.fooled) if stops_early else more
+      return more & ~jnp.all(tried.best.fooled) if stops_early else more
 
     def go_on(state):
-      number, (best, _) = state
-      return number + 1, attempt(number, best)
+      number, tried = state
+      return number + 1, attempt(number, tried)
 
-    _, (best, stuck) = lax.while_loop(goes_on, go_on, (jnp.int32(0), nothing))
+    _, tried = lax.while_loop(goes_on, go_on, (jnp.int32(0), nothing))
   length = _choose([NORMS[threat.norm] for threat, _ in pairs], index).length
-  best, stuck = lax.stop_gradient((best, stuck))
+  best, stuck, spent = lax.stop_gradient(tried)
   found = lax.stop_gradient(problem.final_images(best.delta))
-  return Found(found, jax.vmap(length)(best.delta), stuck)
+  return Found(found, jax.vmap(length)(best.delta), stuck, *spent)
 
 
 def _clip(threat: Threat, attack: Attack) -> str:

@@ -18,7 +18,7 @@ from jax import lax
 
 from mwrobust.attacks import losses, norms
 from mwrobust.attacks.checks import check_count
-from mwrobust.attacks.problem import Best, Problem, better, judge
+from mwrobust.attacks.problem import Best, Problem, Tried, better, judge
 
 Array = jax.Array
 
@@ -38,6 +38,7 @@ class Square:
 
   queries: int
   restarts: int = 1
+  targets = 0  # It aims at no class.
 
   def __post_init__(self):
     check_count('queries', self.queries)
@@ -54,7 +55,7 @@ class Square:
     return True
 
   def prepare(self, problem: Problem, eps: float, norm: norms.Norm):
-    """Makes `attempt(number, best) -> (best, stuck)`."""
+    """Makes `attempt(number, tried) -> tried`."""
     return _prepare(self, problem, eps, norm)
 
 
@@ -83,7 +84,7 @@ def _prepare(attack: Square, problem: Problem, eps: float, norm: norms.Norm):
     margin = losses.margin(logits, problem.labels)
     return judge(delta, margin, logits, problem.labels)
 
-  def attempt(number, best):
+  def attempt(number, tried):
     keys = problem.keys(number)
 
     def draw(query, count):
@@ -114,12 +115,12 @@ def _prepare(attack: Square, problem: Problem, eps: float, norm: norms.Norm):
       return _Search(search.query + 1, lower)
 
     def goes_on(search: _Search) -> Array:
-      fooled = search.best.fooled | best.fooled
+      fooled = search.best.fooled | tried.best.fooled
       return (search.query < attack.queries) & ~jnp.all(fooled)
 
     search = lax.while_loop(goes_on, advance, _Search(jnp.int32(1), found))
-    stuck = jnp.zeros_like(best.fooled)
-    return better(best, search.best, ~best.fooled), stuck
+    best = better(tried.best, search.best, ~tried.best.fooled)
+    return Tried(best, tried.stuck, tried.spent.plus(forwards=search.query))
 
   return attempt
 
