@@ -4,7 +4,7 @@ import difflib
 from collections.abc import Iterable
 
 
-class UserError(Exception):
+class UserError(ValueError):
   """What was wrong, which field and value, and what to do next.
 
   `mwrobust.main` prints the message without a traceback and exits with 1.

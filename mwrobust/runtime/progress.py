@@ -34,12 +34,13 @@ def format_duration(seconds: float) -> str:
 
 
 def progress_line(
-  step: int,
-  total: int,
+  step: float,
+  total: float,
   images_per_second: float | None,
   seconds_left: float | None,
   width: int | None,
   note: str,
+  counted: bool = True,
 ) -> str:
   """Formats one line of progress.
 
@@ -55,12 +56,13 @@ def progress_line(
     seconds_left: None where it is not known yet.
     width: columns to fill with a bar and not to exceed; None for no bar.
     note: what the run is doing.
+    counted: whether steps are something the reader can count.
   """
-  parts = [
-    note,
-    f'step {step:{len(str(total))}}/{total}',
-    f'{100 * step // total:2}%',  # Rounded down: 100% means done.
-  ]
+  parts = [note]
+  if counted:
+    parts.append(f'step {step:{len(str(total))}}/{total}')
+  # Rounded down: 100% means done.
+  parts.append(f'{math.floor(100 * step / total):2}%')
   if images_per_second is not None:
     digits = '.2g' if images_per_second < 10 else '.0f'
     parts.append(f'{images_per_second:{digits}} images/s')
@@ -71,7 +73,7 @@ def progress_line(
     return line
   room = width - len(line) - len('  []')
   if room >= 10:
-    done = room * step // total
+    done = math.floor(room * step / total)
     line += f'  [{"#" * done}{"-" * (room - done)}]'
   return line[:width]
 
@@ -88,22 +90,23 @@ class Progress:
 
   def __init__(
     self,
-    total: int,
+    total: float,
     *,
-    start: int,
-    batch_size: int,
-    log_every: int,
+    log_every: float,
+    start: float = 0,
+    batch_size: int | None = None,
     stream: TextIO | None = None,
     clock: Callable[[], float] = time.monotonic,
   ):
     """Prepares the progress of a run; nothing is shown before `update`.
 
     Args:
-      total: steps in the whole run.
-      start: steps done before this process began.
-      batch_size: images in a step.
+      total: steps in the whole run, or its cost in any unit.
       log_every: steps between two lines in a log file; a terminal is redrawn
         some five times a second.
+      start: steps done before this process began.
+      batch_size: images in a step; None if steps are no mini batches, and then
+        only the share that is done and the time that is left are shown.
       stream: where to show it, stderr by default.
       clock: the seconds since any fixed moment.
     """
@@ -117,23 +120,28 @@ class Progress:
     self._stream = stream
     self._clock = clock
     self._live = self._stream.isatty()
-    self._first: tuple[int, float] | None = None  # (step, seconds) to time from
+    self._first: tuple[float, float] | None = None  # (step, seconds) at first
     self._last = (start, clock())  # (step, seconds) of the last update
     self._note = ''
     self._bar = ''  # What stands on the last line of a terminal now.
     self._drawn_at = -math.inf
-    self._logged_step: int | None = None
+    self._logged = start // log_every  # How many intervals have been logged.
 
   @property
   def images_per_second(self) -> float | None:
     """The rate at the last update; None before the second step of ours."""
+    rate = self._steps_per_second
+    return rate * self._batch_size if rate and self._batch_size else None
+
+  @property
+  def _steps_per_second(self) -> float | None:
     if self._first is None:
       return None
     steps = self._last[0] - self._first[0]
     seconds = self._last[1] - self._first[1]
-    return steps * self._batch_size / seconds if steps and seconds else None
+    return steps / seconds if steps and seconds else None
 
-  def update(self, step: int, note: str = 'training') -> None:
+  def update(self, step: float, note: str = 'training') -> None:
     """Says that `step` steps are done; call it at every step, it is cheap.
 
     Args:
@@ -154,11 +162,11 @@ class Progress:
         width = shutil.get_terminal_size().columns - 1
         self._bar = self._line(width).ljust(width)
         self._show('\r' + self._bar)
-    elif step != self._logged_step and (
-      step % self._log_every == 0 or step == self._total
-    ):
-      self._logged_step = step
-      self._show(self._line(None) + '\n')
+    else:
+      intervals = math.inf if step == self._total else step // self._log_every
+      if intervals > self._logged:
+        self._logged = intervals
+        self._show(self._line(None) + '\n')
 
   def say(self, text: str) -> None:
     """Prints `text` on lines of its own, above the bar."""
@@ -178,9 +186,16 @@ class Progress:
     self.close()
 
   def _line(self, width: int | None) -> str:
-    step, rate = self._last[0], self.images_per_second
-    left = (self._total - step) * self._batch_size / rate if rate else None
-    return progress_line(step, self._total, rate, left, width, self._note)
+    step, rate = self._last[0], self._steps_per_second
+    return progress_line(
+      step,
+      self._total,
+      self.images_per_second,
+      (self._total - step) / rate if rate else None,
+      width,
+      self._note,
+      counted=self._batch_size is not None,
+    )
 
   def _show(self, text: str) -> None:
     # A terminal that went away must not end a training of days.

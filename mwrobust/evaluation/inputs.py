@@ -1,0 +1,229 @@
+"""What is wrong with a network, its data or the threats, before any attack.
+
+Every message says what was given, what is allowed and what to do.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from mwrobust import attacks
+from mwrobust.attacks import Threat
+from mwrobust.errors import UserError
+
+Array = jax.Array
+_TRAINING_MODE = (
+  'A network that is being evaluated must be deterministic and treat each '
+  'image by itself: NNX, call model.eval(); linen, apply with train=False or '
+  'use_running_average=True; Equinox, eqx.nn.inference_mode(model).'
+)
+_LOOKED_AT = 8  # Images that spaces are tried on.
+
+
+class Examples(NamedTuple):
+  """Images, uint8 or float32 [N, H, W, C]; and their labels, int32 [N]."""
+
+  images: np.ndarray
+  labels: np.ndarray
+
+
+def require(holds: bool, message: str) -> None:
+  """Raises a UserError with the message if it does not hold."""
+  if not holds:
+    raise UserError(message)
+
+
+def check_examples(images: Any, labels: Any) -> Examples:
+  """Returns the examples as NumPy arrays, or says what is wrong with them."""
+  images, labels = np.asarray(images), np.asarray(labels)
+  require(
+    images.ndim == 4,
+    f'images have shape {list(images.shape)}: must be [N, H, W, C]'
+    + ('; add a channel axis, images[..., None].' if images.ndim == 3 else '.'),
+  )
+  count, height, width, channels = images.shape
+  require(count > 0, 'images are empty: there is nothing to evaluate.')
+  require(
+    not (height in (1, 3) and channels > 4 and width > 4),
+    f'images have shape {list(images.shape)}, which looks like [N, C, H, W]: '
+    'must be [N, H, W, C]. Pass images.transpose(0, 2, 3, 1) and a logits_fn '
+    'that transposes back: lambda x: model(x.transpose(0, 3, 1, 2)).',
+  )
+  if images.dtype != np.uint8:
+    require(
+      bool(jnp.issubdtype(images.dtype, jnp.floating)),
+      f'images are {images.dtype}: must be uint8 in 0..255 or floating point '
+      'in [0, 1].',
+    )
+    images = images.astype(np.float32)
+    low, high = float(images.min()), float(images.max())
+    require(
+      low >= 0 and high <= 1,
+      f'images lie in [{low:.3g}, {high:.3g}]: must lie in [0, 1]. '
+      + (
+        'Divide them by 255, or pass uint8.'
+        if low >= 0 and 1 < high <= 255
+        else 'Normalise inside logits_fn, not before it.'
+      ),
+    )
+  require(
+    labels.ndim == 1,
+    f'labels have shape {list(labels.shape)}: must be [N], one class each'
+    + ('; one-hot labels: pass labels.argmax(-1).' * (labels.ndim == 2) or '.'),
+  )
+  require(
+    np.issubdtype(labels.dtype, np.integer),
+    f'labels are {labels.dtype}: must be integers.',
+  )
+  require(
+    len(labels) == count,
+    f'labels has {len(labels)} entries for {count} images: must be one each.',
+  )
+  return Examples(images, labels.astype(np.int32))
+
+
+def check_threats(
+  threats: Threat | Iterable[Threat], images: np.ndarray
+) -> tuple[Threat, ...]:
+  """Returns the threats, or says what is wrong with them."""
+  threats = (threats,) if isinstance(threats, Threat) else tuple(threats)
+  require(bool(threats), 'threats is empty: name at least one.')
+  for threat in threats:
+    require(
+      isinstance(threat, Threat),
+      f'threats has {threat!r}: must be an attacks.Threat.',
+    )
+  names = [threat.name for threat in threats]
+  for name in names:
+    require(
+      names.count(name) == 1,
+      f'threats has {name!r} twice: leave one out, or give them names of their '
+      "own, Threat(..., name='...').",
+    )
+  first = to_float(images[:_LOOKED_AT])
+  try:
+    attacks.check(first, np.zeros(len(first), np.int32), threats=threats)
+  except ValueError as error:
+    raise UserError(str(error)) from error
+  return threats
+
+
+class Network(NamedTuple):
+  """A network as a function of arrays.
+
+  Attributes:
+    apply: `apply(arrays, images) -> logits`.
+    arrays: the arrays of the parameters; () if there are none.
+    classes: how many logits it has.
+  """
+
+  apply: Callable[[Sequence[Array], Array], Array]
+  arrays: tuple[Array, ...]
+  classes: int
+
+
+def check_network(
+  logits_fn: Callable[..., Array], params: Any, examples: Examples
+) -> Network:
+  """Returns the network, or says why it cannot be evaluated."""
+  require(
+    callable(logits_fn),
+    f'logits_fn is a {type(logits_fn).__name__}: must be a function that '
+    'returns the logits [B, K] of images [B, H, W, C].',
+  )
+  # What is no array, such as an activation function in an Equinox module, is
+  # a constant of the network.
+  leaves, tree = jax.tree.flatten(params)
+  is_array = [isinstance(leaf, jax.Array | np.ndarray) for leaf in leaves]
+  arrays = tuple(x for x, keep in zip(leaves, is_array, strict=True) if keep)
+
+  def apply(arrays, images):
+    if params is None:
+      return logits_fn(images)
+    remaining = iter(arrays)
+    merged = [
+      next(remaining) if keep else leaf
+      for leaf, keep in zip(leaves, is_array, strict=True)
+    ]
+    return logits_fn(jax.tree.unflatten(tree, merged), images)
+
+  shape = (2, *examples.images.shape[1:])
+  images = jax.ShapeDtypeStruct(shape, jnp.float32)
+  try:
+    logits = jax.eval_shape(apply, arrays, images)
+  except Exception as error:
+    name = type(error).__name__
+    hint = (
+      _TRAINING_MODE
+      if any(word in name for word in ('Trace', 'Mutab', 'Rng'))
+      else 'Call it once yourself on such an array to find out more.'
+    )
+    raise UserError(
+      f'logits_fn failed on float32 images {list(shape)}: {name}: '
+      f'{_first_line(error)} {hint}'
+    ) from error
+  found = (
+    f'{logits.dtype} {list(logits.shape)}'
+    if isinstance(logits, jax.ShapeDtypeStruct)
+    else f'a {type(logits).__name__}'
+  )
+  require(
+    isinstance(logits, jax.ShapeDtypeStruct)
+    and len(logits.shape) == 2
+    and logits.shape[0] == 2
+    and logits.shape[1] >= 2
+    and bool(jnp.issubdtype(logits.dtype, jnp.floating)),
+    f'logits_fn returned {found} for images {list(shape)}: must be floating '
+    'point [B, K] with K >= 2 classes.',
+  )
+  classes = logits.shape[1]
+  lowest, highest = int(examples.labels.min()), int(examples.labels.max())
+  require(
+    lowest >= 0 and highest < classes,
+    f'labels lie in [{lowest}, {highest}]: must lie in [0, {classes}), as '
+    f'logits_fn returns {classes} logits.',
+  )
+  return Network(apply, arrays, classes)
+
+
+def check_logits(logits: np.ndarray, again: np.ndarray) -> None:
+  """Refuses a network whose answers cannot be attacked.
+
+  Args:
+    logits: of the images.
+    again: of the first images once more, in another order and traced anew.
+  """
+  bad = ~np.isfinite(logits).all(axis=1)
+  require(
+    not bad.any(),
+    f'logits_fn returned NaN or infinity for {bad.sum()} of {len(logits)} '
+    f'images, first for image {int(bad.argmax())}: it must be finite.',
+  )
+  require(
+    not ((logits >= 0).all() and np.allclose(logits.sum(axis=1), 1, atol=1e-3)),
+    'logits_fn returned probabilities: they are positive and sum to 1. Return '
+    'the logits, before the softmax; else the attacks climb a softmax of a '
+    'softmax, whose gradients vanish.',
+  )
+  first = logits[: len(again)]
+  difference = float(np.abs(again - first).max())
+  require(
+    difference <= 1e-3 * max(1.0, float(np.abs(first).max())),
+    f'logits_fn answered differently when it was asked again in another order: '
+    f'the logits differ by up to {difference:.2g}. {_TRAINING_MODE}',
+  )
+
+
+def to_float(images: np.ndarray | Array) -> np.ndarray | Array:
+  """Returns uint8 images as float32 in [0, 1]; others as they are."""
+  if images.dtype == np.uint8:
+    return images.astype(np.float32) / np.float32(255)
+  return images
+
+
+def _first_line(error: Exception) -> str:
+  lines = str(error).strip().splitlines() or ['']
+  return lines[0][:300]

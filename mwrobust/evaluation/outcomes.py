@@ -1,0 +1,284 @@
+"""What each threat did to each example: the matrix behind every figure.
+
+An evaluation fills it in, batch by batch, and saves it as it goes. Tables,
+checks and pages only read it, so every figure can be computed again from the
+file:
+
+  outcomes = Outcomes.load('my_network/outcomes.npz')
+  outcomes.accuracies()['union']
+"""
+
+import dataclasses
+import io
+import json
+import math
+import os
+from typing import Any
+
+import numpy as np
+from etils import epath
+
+from mwrobust.attacks import Threat
+from mwrobust.errors import UserError
+from mwrobust.runtime import files
+
+STANDING = -1  # In `Outcomes.fell`.
+
+
+class ByThreat(dict):
+  """Values by the name of a threat; the `Threat` itself is a key, too."""
+
+  def __missing__(self, key):
+    if isinstance(key, Threat):
+      return self[key.name]
+    raise KeyError(key)
+
+
+@dataclasses.dataclass
+class Outcomes:
+  """What k threats did to N examples with the A attacks of a protocol.
+
+  An example stands under a threat if it is classified correctly without an
+  attack and after every attack. The fields below describe the first adversarial
+  image that fooled the network, else the one with the highest loss.
+
+  Attributes:
+    settings: how it was made, as JSON holds it: `protocol`, `threats` (each
+      with its attacks), `radii`, `seed`, `data`, and what the caller added.
+    labels: int32 [N].
+    logits: of the images without an attack, [N, K].
+    images: the first P images, float32 [P, H, W, C].
+    adversarial: what the threats made of these, [k, P, H, W, C].
+    fell: the number of the attack that fooled the network, or -1, int8 [k, N].
+    tried: how many tries it took, or withstood, int16 [k, N].
+    predicted: the class, int16 [k, N].
+    loss: the cross entropy, [k, N].
+    distance: the norm of the perturbation in the threat's space before the
+      image is clipped to [0, 1], [k, N].
+    distance_clipped: the same after the clip, [k, N].
+    stuck: whether the last gradient was zero in every pixel, bool [k, N].
+    spent: gradients, and forward passes without one, per threat and attack,
+      int64 [k, A, 2].
+  """
+
+  settings: dict[str, Any]
+  labels: np.ndarray
+  logits: np.ndarray
+  images: np.ndarray
+  adversarial: np.ndarray
+  fell: np.ndarray
+  tried: np.ndarray
+  predicted: np.ndarray
+  loss: np.ndarray
+  distance: np.ndarray
+  distance_clipped: np.ndarray
+  stuck: np.ndarray
+  spent: np.ndarray
+
+  @classmethod
+  def begin(
+    cls,
+    settings: dict[str, Any],
+    labels: np.ndarray,
+    logits: np.ndarray,
+    images: np.ndarray,
+  ) -> 'Outcomes':
+    """Returns the outcomes before the first attack."""
+    shape = len(settings['threats']), len(labels)
+    attacks = len(settings['threats'][0]['attacks'])
+    return cls(
+      settings=settings,
+      labels=labels,
+      logits=logits,
+      images=images,
+      adversarial=np.tile(images, (shape[0], 1, 1, 1, 1)),
+      fell=np.full(shape, STANDING, np.int8),
+      tried=np.zeros(shape, np.int16),
+      predicted=np.tile(logits.argmax(axis=1).astype(np.int16), (shape[0], 1)),
+      loss=np.full(shape, -np.inf, np.float32),
+      distance=np.zeros(shape, np.float32),
+      distance_clipped=np.zeros(shape, np.float32),
+      stuck=np.zeros(shape, bool),
+      spent=np.zeros((shape[0], attacks, 2), np.int64),
+    )
+
+  # ---- what it says
+
+  @property
+  def threats(self) -> tuple[str, ...]:
+    """The names of the threats."""
+    return tuple(threat['name'] for threat in self.settings['threats'])
+
+  @property
+  def eps(self) -> np.ndarray:
+    """The radii of the threats, [k]."""
+    return np.array([threat['eps'] for threat in self.settings['threats']])
+
+  @property
+  def attacks(self) -> tuple[str, ...]:
+    """The names of the protocol's attacks, in order."""
+    return tuple(self.settings['threats'][0]['attacks'])
+
+  @property
+  def natural(self) -> np.ndarray:
+    """Whether each example is classified correctly without an attack, [N]."""
+    return self.logits.argmax(axis=1) == self.labels
+
+  @property
+  def correct(self) -> np.ndarray:
+    """Whether each example stands under each threat, bool [k, N]."""
+    return self.natural & (self.fell == STANDING)
+
+  @property
+  def union(self) -> np.ndarray:
+    """Whether each example stands under every threat, bool [N]."""
+    return self.correct.all(axis=0)
+
+  @property
+  def standing(self) -> ByThreat:
+    """By threat: whether each example stands, bool [N]."""
+    return ByThreat(zip(self.threats, self.correct, strict=True))
+
+  @property
+  def fell_to(self) -> ByThreat:
+    """By threat: the name of the attack that fooled each example, str [N].
+
+    `''` for one that stands, `'misclassified'` for one that needed no attack.
+    """
+    names = np.array(['', *self.attacks])[self.fell + 1]
+    named = np.where(self.natural, names, 'misclassified')
+    return ByThreat(zip(self.threats, named, strict=True))
+
+  def correct_after(self, attack: int) -> np.ndarray:
+    """Returns what `correct` was after this attack of the protocol."""
+    return self.correct | (self.natural & (self.fell > attack))
+
+  def correct_after_tries(self, tries: int) -> np.ndarray:
+    """Returns what `correct` was after so many tries."""
+    return self.correct | (self.natural & (self.tried > tries))
+
+  def accuracies(self) -> dict[str, float]:
+    """Returns, in %: each threat's; `min`, the lowest; `union`; `natural`."""
+    return self._accuracies(self.correct)
+
+  def accuracies_after(self, attack: int) -> dict[str, float]:
+    """Returns what `accuracies` was after this attack of the protocol."""
+    return self._accuracies(self.correct_after(attack))
+
+  def _accuracies(self, correct: np.ndarray) -> dict[str, float]:
+    per_threat = dict(zip(self.threats, correct.mean(axis=1), strict=True))
+    shares = per_threat | {
+      'min': min(per_threat.values()),
+      'union': correct.all(axis=0).mean(),
+      'natural': self.natural.mean(),
+    }
+    return {name: 100 * float(share) for name, share in shares.items()}
+
+  def curve(self) -> dict[str, list[tuple[float, float]]]:
+    """Returns by threat: multiples of eps, and the accuracies there in %.
+
+    For the outcomes of `evaluation.curve`.
+    """
+    radii = self.settings['radii']
+    k = len(self.threats) // len(radii)
+    natural = 100 * float(self.natural.mean())
+    accuracies = 100 * self.correct.mean(axis=1).reshape(len(radii), k)
+    return {
+      threat['of']: [
+        (0.0, natural),
+        *zip(radii, accuracies[:, i].tolist(), strict=True),
+      ]
+      for i, threat in enumerate(self.settings['threats'][:k])
+    }
+
+  def overlap(self) -> np.ndarray:
+    """Returns how many images both threats fool, [k, k]."""
+    fooled = (self.natural & ~self.correct).astype(np.int64)
+    return fooled @ fooled.T
+
+  def unique_kills(self) -> np.ndarray:
+    """Returns how many images this threat fools and no other does, [k]."""
+    fooled = self.natural & ~self.correct
+    return (fooled & (fooled.sum(axis=0) == 1)).sum(axis=1)
+
+  def evaluations(self) -> tuple[np.ndarray, np.ndarray]:
+    """Returns gradients and other forward passes: done, and in full, [2].
+
+    In full is what it takes to attack every example with every try of every
+    attack under every threat. For an ensemble, one evaluation is one of each
+    member.
+    """
+    full = [
+      [attack['evaluations'] for attack in threat['attacks'].values()]
+      for threat in self.settings['threats']
+    ]
+    return (
+      self.spent.sum(axis=(0, 1)),
+      len(self.labels) * np.sum(full, axis=(0, 1)),
+    )
+
+  def __str__(self) -> str:
+    """The accuracies after each attack of the protocol, as a table."""
+    after = [self.accuracies_after(a) for a in range(len(self.attacks))]
+    eps = dict(zip(self.threats, self.eps, strict=True))
+    header = ['accuracy, %', 'eps', *self.attacks, '95 % interval']
+    rows = []
+    for name, accuracy in self.accuracies().items():
+      low, high = wilson(accuracy, len(self.labels))
+      interval = f'{low:.1f} to {high:.1f}'
+      radius = f'{eps[name]:.4g}' if name in eps else ''
+      if name == 'natural':
+        steps = [''] * (len(after) - 1) + [f'{accuracy:.1f}']
+      else:
+        steps = [f'{accuracies[name]:.1f}' for accuracies in after]
+      rows.append([name, radius, *steps, interval])
+    widths = [
+      max(map(len, column)) for column in zip(header, *rows, strict=True)
+    ]
+    lines = [
+      '  '.join(
+        cell.rjust(width) if i else cell.ljust(width)
+        for i, (cell, width) in enumerate(zip(row, widths, strict=True))
+      ).rstrip()
+      for row in [header, *rows]
+    ]
+    note = (
+      f'{len(self.labels):,} images, protocol {self.settings["protocol"]}; '
+      'each column counts what stands after that attack.'
+    )
+    return '\n'.join([*lines, note])
+
+  # ---- on disk
+
+  def save(self, path: str | os.PathLike) -> None:
+    """Writes all of it as .npz: whole, or not at all."""
+    fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+    file = io.BytesIO()
+    np.savez_compressed(
+      file, **fields | {'settings': json.dumps(self.settings)}
+    )
+    files.write_bytes(path, file.getvalue())
+
+  @classmethod
+  def load(cls, path: str | os.PathLike) -> 'Outcomes':
+    """Reads what `save` wrote; a UserError says why it cannot."""
+    try:
+      data = io.BytesIO(epath.Path(path).read_bytes())
+      with np.load(data, allow_pickle=False) as arrays:
+        fields = {f.name: arrays[f.name] for f in dataclasses.fields(cls)}
+      return cls(**fields | {'settings': json.loads(str(fields['settings']))})
+    except Exception as e:  # A torn archive raises many kinds of exception.
+      raise UserError(f'{path} cannot be read as an evaluation ({e}).') from e
+
+
+def wilson(percent: float, count: int) -> tuple[float, float]:
+  """Returns the 95 % interval of an accuracy in % measured on `count` examples.
+
+  >>> [round(bound, 1) for bound in wilson(90.0, 1000)]
+  [88.0, 91.7]
+  """
+  z, p = 1.959964, percent / 100
+  centre = (p + z * z / (2 * count)) / (1 + z * z / count)
+  half = z / (1 + z * z / count)
+  half *= math.sqrt(p * (1 - p) / count + z * z / (4 * count * count))
+  return 100 * max(0.0, centre - half), 100 * min(1.0, centre + half)

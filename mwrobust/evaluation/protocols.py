@@ -1,0 +1,168 @@
+"""Protocols: the attacks that a threat meets, one after the other.
+
+Each attack of a protocol attacks only what the ones before it left standing.
+
+  standard   APGD-CE, targeted APGD-DLR, targeted FAB and Square, as AutoAttack
+             orders them. This is the figure to report.
+  fast       a tenth of that: usually within a point or two of `standard`. For
+             choices on validation images and for curves.
+  paper      the paper's: 40 steps of PGD, or 100 of SLIDE, from one random
+             start. Networks can fool it; use it to compare with the paper.
+  paper-20   the same from 20 random starts, as in the paper's appendix.
+"""
+
+import dataclasses
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+from mwrobust.attacks import (
+  Ascent,
+  Attack,
+  Fab,
+  Square,
+  Threat,
+  apgd,
+  fab,
+  pgd,
+  slide,
+  square,
+)
+from mwrobust.errors import UserError, check_choice
+
+Stages = dict[str, Attack]  # The attacks by their names, in order.
+
+
+def _standard(norm: str, targets: int) -> Stages:
+  return {
+    'apgd-ce': apgd(100, restarts=10 if norm == 'l1' else 1),
+    'apgd-t': apgd(100, loss='dlr', targets=targets),
+    'fab-t': fab(100, targets=targets),
+    'square': square(5000),
+  }
+
+
+def _fast(norm: str, targets: int) -> Stages:
+  del norm
+  return {
+    'apgd-ce': apgd(50),
+    'apgd-t': apgd(50, loss='dlr', targets=min(3, targets)),
+    'fab-t': fab(30, targets=min(3, targets)),
+  }
+
+
+def _paper(norm: str, restarts: int) -> Stages:
+  if norm == 'l1':
+    return {'pgd': slide(100, percentile=99.0, restarts=restarts)}
+  return {'pgd': pgd(40, restarts=restarts)}
+
+
+PROTOCOLS: dict[str, Callable[[str, int], Stages]] = {
+  'standard': _standard,
+  'fast': _fast,
+  'paper': lambda norm, targets: _paper(norm, restarts=1),
+  'paper-20': lambda norm, targets: _paper(norm, restarts=20),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Protocol:
+  """A protocol for networks of a certain number of classes.
+
+  Attributes:
+    name: `'standard'`, ...; `'own'` for a list of the caller's.
+    stages: the attacks by their names, in order, for each norm.
+    clip: if not None, what to attack threats of spaces other than pixels with,
+      in place of `clip='inside'`.
+  """
+
+  name: str
+  stages: Mapping[str, Stages]
+  clip: str | None = None
+
+  @property
+  def attacks(self) -> tuple[str, ...]:
+    """The names of the attacks, in order; the same for each norm."""
+    return tuple(self.stages['linf'])
+
+  def attacked_as(self, threat: Threat) -> Threat:
+    """Returns the threat as the attacks of this protocol take it.
+
+    The paper clips the image once, after the inverse DCT.
+    """
+    if self.clip and threat.clip == 'inside' and threat.space != 'pixel':
+      return dataclasses.replace(threat, clip=self.clip)
+    return threat
+
+
+def make_protocol(
+  protocol: str | Iterable[Attack] | Mapping[str, Attack], classes: int
+) -> Protocol:
+  """Makes a protocol of its name, or of a list of attacks.
+
+  Args:
+    protocol: a name of `PROTOCOLS`; or attacks, such as `[attacks.apgd(50),
+      attacks.square(1000)]`, which every threat then meets in this order; or a
+      dict of them by names of your own.
+    classes: how many logits the network has.
+  """
+  norms = ('linf', 'l2', 'l1')
+  if isinstance(protocol, str):
+    check_choice('protocol', protocol, PROTOCOLS)
+    targets = min(9, classes - 1)
+    stages = {norm: PROTOCOLS[protocol](norm, targets) for norm in norms}
+    clip = 'end' if protocol.startswith('paper') else None
+    return Protocol(protocol, stages, clip)
+  own = _named(protocol)
+  return Protocol('own', dict.fromkeys(norms, own))
+
+
+def _named(attacks: Iterable[Attack] | Mapping[str, Attack]) -> Stages:
+  if isinstance(attacks, Attack):
+    attacks = [attacks]
+  if isinstance(attacks, Mapping):
+    found = dict(attacks)
+  else:
+    found = {}
+    for attack in attacks:
+      name, number = _name(attack), 2
+      while name in found:
+        name, number = f'{_name(attack)} {number}', number + 1
+      found[name] = attack
+  for name, attack in found.items():
+    if not isinstance(attack, Attack):
+      raise UserError(
+        f'protocol has {attack!r} as {name!r}: must be an attack, such as '
+        'attacks.apgd(100).'
+      )
+  if not found:
+    raise UserError('protocol is empty: name at least one attack.')
+  return found
+
+
+def _name(attack: Any) -> str:
+  """Returns what tables call an attack: `'apgd-ce'`, `'fab-t'`, ..."""
+  match attack:
+    case Ascent(rule='pgd', loss='ce'):
+      return 'pgd'
+    case Ascent(loss='dlr') if attack.targets:
+      return f'{attack.rule}-t'
+    case Ascent():
+      return f'{attack.rule}-{attack.loss}' + '-t' * bool(attack.targets)
+    case Fab():
+      return 'fab-t'
+    case Square():
+      return 'square'
+  return type(attack).__name__
+
+
+def evaluations(attack: Attack) -> tuple[int, int]:
+  """Returns the gradients and the other forward passes that it takes at most.
+
+  For one example that withstands all of its tries.
+  """
+  match attack:
+    case Fab():  # A last forward pass is for the nearest point it has seen.
+      return attack.tries * attack.steps, attack.tries * (attack.steps + 1)
+    case Square():
+      return 0, attack.tries * attack.queries
+  return attack.tries * attack.steps, 0
