@@ -1,8 +1,10 @@
 """What the programs share: the config flag, and errors told in one line."""
 
+import fractions
 import functools
 import os
 import pathlib
+import re
 import sys
 import traceback
 from collections.abc import Callable
@@ -102,6 +104,30 @@ def _given_flags(argv: list[str]) -> dict[str, str]:
   return given
 
 
+def number(text: str, field: str) -> float:
+  """Reads a number such as `0.3` or `8/255`.
+
+  >>> number('51/255', '--linf')
+  0.2
+  """
+  try:
+    return float(fractions.Fraction(text.replace(' ', '')))
+  except (ValueError, ZeroDivisionError) as error:
+    raise UserError(
+      f'{field}={text} must be a number, such as 0.3 or 8/255.'
+    ) from error
+
+
+def _without_fractions(arg: str) -> str:
+  """Writes `--config.threats.eps_linf=8/255` as a decimal number."""
+  name, equals, value = arg.partition('=')
+  if name.lstrip('-').startswith('config.') and re.fullmatch(
+    r'[\d.]+/[\d.]+', value
+  ):
+    return f'{name}{equals}{number(value, name)!r}'
+  return arg
+
+
 def no_arguments(argv: list[str]) -> None:
   """Refuses words that are no flags."""
   if argv:
@@ -118,6 +144,7 @@ def _parse(
         config_lib.check_field(word.removeprefix('config.'))
     if default_config and 'config' not in given:
       argv = [argv[0], f'--config={default_config(given)}', *argv[1:]]
+    argv = [argv[0], *map(_without_fractions, argv[1:])]
     rest = app.parse_flags_with_usage(argv)
     if default_config:
       _ = flags.FLAGS.config.preset  # What could not be read says so now.

@@ -17,11 +17,16 @@ from typing import Any
 import ml_collections
 from etils import epath
 
-from mwrobust import attacks, datasets, models, policies
+from mwrobust import attacks, datasets, policies
 from mwrobust.attacks import norms, spaces
 from mwrobust.errors import UserError, check_choice
+from mwrobust.evaluation import PROTOCOLS
 
 ConfigDict = ml_collections.ConfigDict
+
+# These do not change training, so they may differ between two calls on one
+# workdir. A name that ends with a dot stands for all fields below it.
+FREE_FIELDS = ('eval.', 'train.log_every')
 
 # Radii (linf, l2, l1), the same in every space, by preset and data set.
 EPS = {
@@ -92,20 +97,15 @@ def base() -> ConfigDict:
   config.eval = evaluation = ConfigDict()
   evaluation.examples = 0  # The first so many test images; 0 for all.
   evaluation.batch_size = 250  # Also of validation.
-  evaluation.pgd_steps = 40
-  evaluation.slide_steps = 100
-  evaluation.percentile = 99.0
-  evaluation.restarts = 1  # Random starts; the appendix has 20.
+  # See mwrobust/evaluation/protocols.py; the appendix of the paper has
+  # 'paper-20', and 'fast' takes a tenth of the time of 'standard'.
+  evaluation.protocols = ('paper', 'standard')
   # What to evaluate beside the output, which is the average of the last h: the
   # 'last' alone, their 'ensemble', and the average 'recalibrated', with new
   # BatchNorm statistics.
   evaluation.others = ('last', 'ensemble')
-  # Also points that are in the ball and in [0, 1] at once: the paper clips
-  # after the inverse DCT, which leads out of the ball.
-  evaluation.strict = False
-  # The first so many are also attacked otherwise, to see whether the attacks
-  # are strong enough; 0 for none.
-  evaluation.health_examples = 500
+  # On the first so many, the output's accuracy as the radii grow; 0 for none.
+  evaluation.curve_examples = 250
   return config
 
 
@@ -221,17 +221,43 @@ def make_threats(config: ConfigDict) -> tuple[attacks.Threat, ...]:
 
 
 def make_pairs(
-  config: ConfigDict, phase: str
+  config: ConfigDict,
 ) -> tuple[tuple[attacks.Threat, attacks.Attack], ...]:
-  """Gives each threat its attack in a phase: `'train'` or `'eval'`."""
-  settings = config[phase]
+  """Gives each threat its attack in training and validation."""
+  train = config.train
   by_norm = {
-    'linf': attacks.pgd(settings.pgd_steps),
-    'l2': attacks.pgd(settings.pgd_steps),
-    'l1': attacks.slide(settings.slide_steps, percentile=settings.percentile),
+    'linf': attacks.pgd(train.pgd_steps),
+    'l2': attacks.pgd(train.pgd_steps),
+    'l1': attacks.slide(train.slide_steps, percentile=train.percentile),
   }
   threats = make_threats(config)
   return tuple((threat, by_norm[threat.norm]) for threat in threats)
+
+
+def window(config: ConfigDict) -> int:
+  """Returns how many parameters make the output: the last h, or all T."""
+  all_are_kept = config.algorithm == 'ensemble'  # Figure 2, against Figure 3.
+  return config.train.T if all_are_kept else config.train.h
+
+
+def network_name(kind: str, config: ConfigDict) -> str:
+  """Returns what is made of the last h: `'h=3 average'`; `'h=1'` for one."""
+  h = window(config)
+  return 'h=1' if kind == 'last' or h == 1 else f'h={h} {kind}'
+
+
+def describe(config: ConfigDict, shared: bool = False) -> str:
+  """Describes a run in a few lines; or only what the runs of a table share."""
+  threats, train = config.threats, config.train
+  radii = ', '.join(f'{n} {threats[f"eps_{n}"]:.4g}' for n in threats.norms)
+  own = '' if shared else f', policy {config.policy.name}, seed {config.seed}'
+  return (
+    f'Data {config.data.name}, network {config.model.name}, preset '
+    f'{config.preset}{own}.\n'
+    f'Threats in {" and ".join(threats.spaces)}, with radii {radii}.\n'
+    f'T = {train.T} outer steps of r = {train.r:g} epochs, batches of '
+    f'{train.batch_size}, h = {train.h}.'
+  )
 
 
 def make_policy(config: ConfigDict) -> policies.Policy:
@@ -258,6 +284,8 @@ def validate(config: ConfigDict) -> None:
   check_choice('data.name', config.data.name, datasets.NAMES)
   check_choice('algorithm', config.algorithm, ('scalable', 'ensemble'))
   check_choice('data.validation', config.data.validation, ('seed', 'last'))
+  from mwrobust import models  # Flax, which a report does without.
+
   models.create(  # Only to have its name and the names of its options checked.
     config.model.name,
     num_classes=10,
@@ -280,13 +308,12 @@ def validate(config: ConfigDict) -> None:
   )
   for field in (
     *('train.T', 'train.h', 'train.batch_size', 'train.log_every'),
-    *('train.pgd_steps', 'train.slide_steps', 'eval.pgd_steps'),
-    *('eval.slide_steps', 'eval.batch_size', 'eval.restarts'),
+    *('train.pgd_steps', 'train.slide_steps', 'eval.batch_size'),
   ):
     _check_range(config, field, lowest=1)
   for field in (
     *('data.train_examples', 'train.validation_examples', 'eval.examples'),
-    *('optimizer.l2', 'optimizer.momentum', 'eval.health_examples'),
+    *('optimizer.l2', 'optimizer.momentum', 'eval.curve_examples'),
   ):
     _check_range(config, field, lowest=0)
   for field in (
@@ -301,8 +328,7 @@ def validate(config: ConfigDict) -> None:
       f'optimizer.drops = {config.optimizer.drops!r} is not allowed: it must '
       'be epochs, whole numbers above 0.'
     )
-  for field in ('train.percentile', 'eval.percentile'):
-    _check_range(config, field, lowest=0, below=100)
+  _check_range(config, 'train.percentile', lowest=0, below=100)
   if not (config.threats.spaces and config.threats.norms):
     raise UserError(
       'threats.spaces and threats.norms must each name at least one.'
@@ -312,6 +338,10 @@ def validate(config: ConfigDict) -> None:
       f'train.h = {config.train.h} is more than train.T = {config.train.T}: '
       'there are not so many parameters to average. Lower h or raise T.'
     )
+  if not config.eval.protocols:
+    raise UserError('eval.protocols must name at least one protocol.')
+  for protocol in config.eval.protocols:
+    check_choice('eval.protocols', protocol, PROTOCOLS)
   for network in config.eval.others:
     check_choice('eval.others', network, ('last', 'ensemble', 'recalibrated'))
   if 'recalibrated' in config.eval.others and (

@@ -19,13 +19,6 @@ from mwrobust.policies import Policy
 from mwrobust.runtime import devices
 from mwrobust.state import TrainState
 
-# What may differ between two calls on one workdir: it does not change training.
-FREE_FIELDS = (
-  *('eval.examples', 'eval.pgd_steps', 'eval.slide_steps', 'eval.percentile'),
-  *('eval.restarts', 'eval.others', 'eval.strict'),
-  *('eval.health_examples', 'train.log_every'),
-)
-
 
 class Job(NamedTuple):
   """What a config says, as things to call."""
@@ -41,7 +34,6 @@ class Job(NamedTuple):
   choose: Callable[[Any, jax.Array], jax.Array]
   train_step: Callable
   validation_step: Callable
-  evaluation_key: jax.Array
   steps_per_epoch: int  # Whole mini batches in the training data.
   steps: int  # Mini batches in all.
 
@@ -66,7 +58,7 @@ def steps_per_outer_step(
 def prepare(config: ml_collections.ConfigDict) -> Job:
   """Loads the data and makes the functions of a run."""
   data = _load_data(config)
-  pairs = config_lib.make_pairs(config, 'train')
+  pairs = config_lib.make_pairs(config)
   policy = config_lib.make_policy(config)
   model = models.create(
     config.model.name,
@@ -98,9 +90,7 @@ def prepare(config: ml_collections.ConfigDict) -> Job:
   )
   ramp_steps = max(1.0, config.train.ramp * steps)
   key = jax.random.key(config.seed)
-  init_key, train_key, choice_key, validation_key, evaluation_key = (
-    jax.random.split(key, 5)
-  )
+  init_key, train_key, choice_key, validation_key = jax.random.split(key, 4)
 
   def radius_scale(step):
     return jnp.minimum(1.0, (step + 1) / ramp_steps)
@@ -134,7 +124,6 @@ def prepare(config: ml_collections.ConfigDict) -> Job:
     validation_step=steps_lib.make_validation_step(
       model=model, pairs=pairs, key=validation_key
     ),
-    evaluation_key=evaluation_key,
     steps_per_epoch=steps_per_epoch,
     steps=steps,
   )
@@ -205,14 +194,14 @@ def _load_data(config: ml_collections.ConfigDict) -> datasets.Dataset:
 def refuse_another_run(
   workdir: epath.Path,
   config: ml_collections.ConfigDict,
-  free: Sequence[str] = FREE_FIELDS,
+  also_free: Sequence[str] = (),
 ) -> None:
   """Raises a UserError if the workdir has a run of another config.
 
   Args:
     workdir: of the run.
     config: what is to be done there.
-    free: fields that may differ.
+    also_free: fields that may differ besides `config.FREE_FIELDS`.
   """
   if not (workdir / 'config.json').exists():
     return
@@ -222,7 +211,7 @@ def refuse_another_run(
     f'  {field}: {theirs.get(field)!r} there, {ours.get(field)!r} here'
     for field in sorted(ours | theirs)
     if theirs.get(field) != ours.get(field)
-    and field not in free
+    and not field.startswith((*config_lib.FREE_FIELDS, *also_free))
     # The raw files may have moved; tensorflow-datasets has another order.
     and not (field == 'data.dir' and theirs[field] and ours[field])
   ]

@@ -2,7 +2,7 @@
 
   python -m mwrobust.main
   python -m mwrobust.main --config=configs/mnist.py:cnn --config.data.dir=DIR
-  python -m mwrobust.main --mode=eval --workdir=RUN --config.eval.restarts=20
+  python -m mwrobust.main --mode=eval --workdir=RUN --config.threats.eps_l2=2
   python -m mwrobust.main --mode=export --workdir=RUN
 
 Intentionally short: the flags, and one call.
@@ -12,10 +12,10 @@ import functools
 import pathlib
 
 from absl import flags
-from etils import epath
 
-from mwrobust import command_line, evaluate, export, report, runs, train
+from mwrobust import command_line, export, reporting, run_evaluation, train
 from mwrobust.errors import UserError
+from mwrobust.reporting import runs
 from mwrobust.runtime import devices
 
 _CONFIG = command_line.define_config(
@@ -30,7 +30,7 @@ _MODE = flags.DEFINE_enum(
   'train',
   ['train', 'eval', 'export'],
   'train and evaluate; evaluate the run in the workdir, also with other '
-  '--config.eval fields; or write its network as safetensors.',
+  '--config.eval and --config.threats; or write its network as safetensors.',
 )
 
 
@@ -61,7 +61,7 @@ def main(argv: list[str]) -> None:
   workdir = _WORKDIR.value or f'runs/{command_line.config_name()}'
   job = {
     'train': train.train_and_evaluate,
-    'eval': evaluate.evaluate_run,
+    'eval': run_evaluation.evaluate_run,
     'export': export.export,
   }[_MODE.value]
   say = functools.partial(print, flush=True)
@@ -69,8 +69,7 @@ def main(argv: list[str]) -> None:
     say = lambda text: None  # noqa: E731
   job(config, workdir, say)
   if _MODE.value != 'export' and devices.is_first_process():
-    settings = evaluate.changed_settings(config, epath.Path(workdir))
-    report.write([runs.load(workdir, settings)], workdir, say)
+    reporting.write_run(runs.load(workdir), workdir, say)
 
 
 def default_config(given: dict[str, str]) -> str:

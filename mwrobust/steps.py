@@ -1,4 +1,4 @@
-"""The jitted functions of a run: a step of training, a step of evaluation."""
+"""The jitted functions of a run: a step of training, a step of validation."""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -8,7 +8,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from mwrobust import attacks, averaging, datasets
+from mwrobust import attacks, datasets
 from mwrobust.attacks import losses
 from mwrobust.runtime import devices
 from mwrobust.state import TrainState
@@ -57,7 +57,7 @@ def make_train_step(
     if augment:
       images = datasets.augment(augment_key, images, batch.ids)
     if attacked:
-      shared = (state.variables,), index, attack_key, radius_scale(state.step)
+      shared = state.variables, index, attack_key, radius_scale(state.step)
       images = attack(shared, (images, batch.labels, batch.ids))
 
     def loss_fn(params):
@@ -98,7 +98,7 @@ def make_validation_step(
   def validation_step(
     variables: Any, index: Array, batch: Batch, scale: Array
   ) -> Array:
-    shared = (variables,), index, key, scale
+    shared = variables, index, key, scale
     images = _to_float(batch.images)
     images = attack(shared, (images, batch.labels, batch.ids))
     logits = model.apply(variables, images, train=False)
@@ -107,99 +107,19 @@ def make_validation_step(
   return jax.jit(validation_step, out_shardings=devices.replicated())
 
 
-class Attacked(NamedTuple):
-  """What became of a batch, per example, [B].
-
-  Attributes:
-    images: the adversarial images, [B, H, W, C].
-    predicted: what the network takes them for.
-    loss: their cross entropy.
-    norm: of the perturbation in the threat's own space, before the last clip.
-    norm_clipped: the same after the clip to [0, 1].
-    stuck: whether the attack's last gradient was zero.
-  """
-
-  images: Array
-  predicted: Array
-  loss: Array
-  norm: Array
-  norm_clipped: Array
-  stuck: Array
-
-
-def make_attack_step(
-  *,
-  model: nn.Module,
-  pairs: Sequence[tuple[attacks.Threat, attacks.Attack]],
-  key: Array,
-):
-  """Makes `attack_step(members, index, start, scale, batch) -> Attacked`.
-
-  `members` is a tuple of variables: one network, or several whose mean softmax
-  is attacked as one. `start` is the number of the random start, and `scale`
-  what to multiply the radius with.
-
-  Args:
-    model: a linen module.
-    pairs: the k threats, each with its attack.
-    key: all randomness is folded in from it, the start and the examples' ids.
-  """
-  attack = _make_attack(model, attacks.make_switch(pairs, details=True))
-  distances = [functools.partial(attacks.distance, t) for t, _ in pairs]
-
-  def attack_step(
-    members: tuple[Any, ...],
-    index: Array,
-    start: Array,
-    scale: Array,
-    batch: Batch,
-  ) -> Attacked:
-    images, labels, ids = _to_float(batch.images), batch.labels, batch.ids
-    found = attack((members, index, key, scale, start), (images, labels, ids))
-    logits = _logits_fn(model, members)(found.images)
-    return Attacked(
-      images=found.images,
-      predicted=logits.argmax(-1),
-      loss=losses.cross_entropy(logits, labels),
-      norm=found.distance,
-      norm_clipped=jax.lax.switch(index, distances, images, found.images),
-      stuck=found.stuck,
-    )
-
-  return jax.jit(attack_step, out_shardings=devices.replicated())
-
-
-def make_logits_step(*, model: nn.Module):
-  """Makes `logits_step(members, images) -> logits [B, K]`; nothing attacks."""
-
-  def logits_step(members: tuple[Any, ...], images: Array) -> Array:
-    return _logits_fn(model, members)(_to_float(images))
-
-  return jax.jit(logits_step, out_shardings=devices.replicated())
-
-
 def _make_attack(model: nn.Module, switch: Callable[..., Any]):
   """Makes `attack(shared, (images, labels, ids))`, device by device.
 
-  What the examples share is members, index, key, scale and perhaps a start.
+  The examples share variables, index, key and scale.
   """
 
   def attack(shared, batch):
-    members, index, key, scale, *start = shared
-    logits_fn = _logits_fn(model, members)
-    return switch(logits_fn, index, key, *batch, scale, *start)
+    variables, index, key, scale = shared
+    # BatchNorm uses its running statistics.
+    logits_fn = functools.partial(model.apply, variables, train=False)
+    return switch(logits_fn, index, key, *batch, scale)
 
   return devices.by_example(attack)
-
-
-def _logits_fn(model: nn.Module, members: tuple[Any, ...]):
-  """One network, or the ensemble of several; BatchNorm by its statistics."""
-
-  def member_fn(variables):
-    return lambda images: model.apply(variables, images, train=False)
-
-  member_fns = [member_fn(variables) for variables in members]
-  return member_fns[0] if len(members) == 1 else averaging.ensemble(member_fns)
 
 
 def _to_float(images: Array) -> Array:

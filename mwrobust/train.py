@@ -19,7 +19,7 @@ import numpy as np
 from etils import epath
 
 from mwrobust import config as config_lib
-from mwrobust import datasets, evaluate, report
+from mwrobust import datasets, run_evaluation
 from mwrobust.checkpoints import Checkpoints
 from mwrobust.errors import UserError
 from mwrobust.job import (
@@ -30,7 +30,7 @@ from mwrobust.job import (
   refuse_another_run,
   training_batch,
 )
-from mwrobust.outcomes import Outcomes
+from mwrobust.run_evaluation import Evaluations
 from mwrobust.runtime import devices
 from mwrobust.runtime.files import write_json
 from mwrobust.runtime.metrics import Metrics
@@ -44,7 +44,7 @@ def train_and_evaluate(
   config: ml_collections.ConfigDict,
   workdir: str,
   say: Callable[[str], None] = print,
-) -> dict[str, Outcomes]:
+) -> Evaluations:
   """Trains a network against all threats, then attacks it with each of them.
 
   Args:
@@ -53,7 +53,7 @@ def train_and_evaluate(
     say: told what a reader at the terminal should know.
 
   Returns:
-    The outcomes by the network they are of: `'h=1'`, `'h=3 average'`, ...
+    The outcomes by network (`'h=1'`, `'h=3 average'`, ...) and protocol.
   """
   config_lib.validate(config)
   workdir = epath.Path(workdir)
@@ -66,7 +66,7 @@ def train_and_evaluate(
   def set_status(status: str) -> None:
     write_json(workdir / 'status.json', {'status': status})
 
-  say(f'{report.describe(config)}\nWorkdir {workdir}')
+  say(f'{config_lib.describe(config)}\nWorkdir {workdir}')
   with (
     contextlib.closing(Checkpoints(workdir, keep)) as checkpoints,
     stop_signals() as stop,
@@ -74,7 +74,9 @@ def train_and_evaluate(
     set_status('running')
     try:
       train(job, workdir, checkpoints, stop, say)
-      evaluations = evaluate.evaluate(job, workdir, stop.check, say)
+      evaluations = run_evaluation.evaluate(
+        job, config, workdir, stop.check, say
+      )
     except BaseException as error:
       set_status(_STATUSES.get(type(error), 'failed'))
       raise

@@ -3,6 +3,7 @@
 Every message says what was given, what is allowed and what to do.
 """
 
+import numbers
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -34,6 +35,15 @@ def require(holds: bool, message: str) -> None:
   """Raises a UserError with the message if it does not hold."""
   if not holds:
     raise UserError(message)
+
+
+def check_count(field: str, value: Any, lowest: int) -> None:
+  """Refuses what is not an integer of at least `lowest`."""
+  is_integer = isinstance(value, numbers.Integral)
+  require(
+    is_integer and value >= lowest,
+    f'{field}={value!r} is not allowed: must be an integer >= {lowest}.',
+  )
 
 
 def check_examples(images: Any, labels: Any) -> Examples:

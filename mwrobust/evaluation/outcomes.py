@@ -149,6 +149,15 @@ class Outcomes:
     named = np.where(self.natural, names, 'misclassified')
     return ByThreat(zip(self.threats, named, strict=True))
 
+  @property
+  def complete(self) -> bool:
+    """Whether nothing is left to attack."""
+    tries = [
+      sum(attack['tries'] for attack in threat['attacks'].values())
+      for threat in self.settings['threats']
+    ]
+    return not (self.correct & (self.tried < np.array(tries)[:, None])).any()
+
   def correct_after(self, attack: int) -> np.ndarray:
     """Returns what `correct` was after this attack of the protocol."""
     return self.correct | (self.natural & (self.fell > attack))

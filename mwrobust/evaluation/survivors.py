@@ -81,6 +81,8 @@ def evaluate(
     progress: show on stderr how far it is and how long it will take.
     check_stop: called between batches; may raise to stop.
   """
+  inputs.check_count('batch_size', batch_size, lowest=1)
+  inputs.check_count('seed', seed, lowest=0)
   examples = inputs.check_examples(images, labels)
   threats = inputs.check_threats(threats, examples.images)
   network = inputs.check_network(logits_fn, params, examples)
@@ -240,6 +242,7 @@ def _settings(
     return {
       'attack': type(attack).__name__,
       **dataclasses.asdict(attack),
+      'tries': attack.tries,
       'evaluations': evaluations(attack),
     }
 
@@ -289,7 +292,7 @@ def _resume(path: epath.Path, fresh: Outcomes) -> Outcomes:
     found = fresh
   else:
     found = Outcomes.load(path)
-    differing = _differences(found.settings, fresh.settings)
+    differing = list(_differences(found.settings, fresh.settings))
     if differing:
       raise UserError(
         '\n'.join([f'{path} is of another evaluation:', *differing])

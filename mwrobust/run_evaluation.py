@@ -1,0 +1,217 @@
+"""Evaluates the networks of a training run, with `mwrobust.evaluation`.
+
+Each evaluation is a folder in WORKDIR/eval with one file, which says in its
+settings what it is of; the names of the folders mean nothing.
+"""
+
+import functools
+import hashlib
+import json
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import ml_collections
+import numpy as np
+from etils import epath
+
+from mwrobust import averaging, checkpoints, evaluation
+from mwrobust import config as config_lib
+from mwrobust.evaluation import Outcomes
+from mwrobust.job import (
+  Job,
+  check_training,
+  prepare,
+  refuse_another_run,
+  training_batch,
+)
+from mwrobust.runtime.signals import stop_signals
+from mwrobust.state import TrainState
+
+Evaluations = dict[str, dict[str, Outcomes]]  # By network, then by protocol.
+
+
+def evaluate_run(
+  config: ml_collections.ConfigDict,
+  workdir: str,
+  say: Callable[[str], None] = print,
+) -> Evaluations:
+  """Evaluates the run in a workdir as far as it has been trained.
+
+  Args:
+    config: that of the run; the fields of `eval` and `threats` may differ, so
+      that a network meets threats and radii that it was not trained with.
+    workdir: of the run. Nothing in it changes but the evaluations.
+    say: prints what a reader at the terminal should know.
+
+  Returns:
+    The outcomes by network (`'h=1'`, `'h=3 average'`, ...) and protocol.
+  """
+  config_lib.validate(config)
+  workdir = epath.Path(workdir)
+  refuse_another_run(workdir, config, also_free=('threats.',))
+  trained = config_lib.load(workdir)
+  trained.eval, trained.data = config.eval, config.data
+  with stop_signals() as stop:
+    return evaluate(prepare(trained), config, workdir, stop.check, say)
+
+
+def evaluate(
+  job: Job,
+  config: ml_collections.ConfigDict,
+  workdir: epath.Path,
+  check_stop: Callable[[], None],
+  say: Callable[[str], None],
+) -> Evaluations:
+  """Attacks each network of the run with each protocol.
+
+  Args:
+    job: the run.
+    config: its `threats` are what the networks meet.
+    workdir: of the run.
+    check_stop: called between batches; may raise to stop.
+    say: prints what a reader at the terminal should know.
+  """
+  threats = config_lib.make_threats(config)
+  found = {}
+  for network in networks(job, workdir, check_stop, say):
+    if not (network.is_output or network.kind in config.eval.others):
+      continue
+    of_network = functools.partial(
+      _evaluate_network, job, network, threats, workdir, check_stop, say
+    )
+    found[network.name] = {
+      protocol: of_network(protocol) for protocol in config.eval.protocols
+    }
+    if network.is_output and config.eval.curve_examples:
+      of_network(
+        'fast', radii=evaluation.RADII, examples=config.eval.curve_examples
+      )
+  return found
+
+
+def _evaluate_network(
+  job: Job,
+  network: 'Network',
+  threats: tuple,
+  workdir: epath.Path,
+  check_stop: Callable[[], None],
+  say: Callable[[str], None],
+  protocol: str,
+  radii: tuple[float, ...] = (1.0,),
+  examples: int | None = None,
+) -> Outcomes:
+  images, labels = (array[:examples] for array in job.data.test)
+  about = {
+    'network': network.name,
+    'is_output': network.is_output,
+    'outer_steps': network.outer_steps,
+    'members': len(network.members),
+    'dataset': job.data.name,
+  }
+  # One folder for each evaluation, so that none overwrites another.
+  settings = about, protocol, radii, len(labels), job.config.seed
+  settings = json.dumps([settings, [t.to_dict() for t in threats]])
+  digest = hashlib.sha256(settings.encode()).hexdigest()[:8]
+  name = network.name.replace(' ', '_').replace('=', '')
+  what = 'the radii' if len(radii) > 1 else f'protocol {protocol}'
+  say(f'Evaluating {network.name}, {what}, {len(labels):,} test images.')
+  return evaluation.evaluate(
+    functools.partial(ensemble_logits, job.model),
+    images,
+    labels,
+    threats,
+    params=network.members,
+    protocol=protocol,
+    radii=radii,
+    batch_size=job.config.eval.batch_size,
+    seed=job.config.seed,
+    folder=workdir / 'eval' / f'{name}_{protocol}_{digest}',
+    about=about,
+    check_stop=check_stop,
+  )
+
+
+# ---------------------------------------------------------------- the networks
+
+
+class Network(NamedTuple):
+  """One thing to evaluate.
+
+  Attributes:
+    kind: `'last'`, `'average'`, `'recalibrated'` or `'ensemble'`.
+    name: such as `'h=3 average'`.
+    members: the variables of one network, or of those of an ensemble.
+    outer_steps: those its parameters come from.
+    is_output: whether it is what the algorithm returns.
+  """
+
+  kind: str
+  name: str
+  members: tuple[Any, ...]
+  outer_steps: tuple[int, ...]
+  is_output: bool
+
+
+def networks(
+  job: Job,
+  workdir: epath.Path,
+  check_stop: Callable[[], None],
+  say: Callable[[str], None],
+) -> Iterator[Network]:
+  """Yields the last parameters; the average and the ensemble of the last h."""
+  config = job.config
+  all_are_kept = config.algorithm == 'ensemble'
+  h = config_lib.window(config)
+  states = checkpoints.last(workdir, h, job.init())
+  members = tuple(state.variables for state in states)
+  outer_steps = tuple(int(state.outer_step) for state in states)
+  yield Network('last', 'h=1', members[-1:], outer_steps[-1:], h == 1)
+
+  def network(kind: str, members: tuple[Any, ...], is_output: bool) -> Network:
+    name = config_lib.network_name(kind, config)
+    return Network(kind, name, members, outer_steps, is_output)
+
+  if h > 1 and not all_are_kept:
+    average = averaging.average(members)
+    yield network('average', (average,), is_output=True)
+    if 'recalibrated' in config.eval.others:
+      say('Recalibrating BatchNorm on an epoch of training batches.')
+      state = recalibrate(job, states[-1].replace(**average), check_stop)
+      yield network('recalibrated', (state.variables,), is_output=False)
+  if h > 1:
+    yield network('ensemble', members, is_output=all_are_kept)
+
+
+def ensemble_logits(model: Any, members: tuple[Any, ...], images: jax.Array):
+  """Returns the logits of one network, or of the ensemble of several.
+
+  BatchNorm uses its running statistics.
+  """
+  member_fns = [
+    functools.partial(model.apply, variables, train=False)
+    for variables in members
+  ]
+  if len(member_fns) == 1:
+    return member_fns[0](images)
+  return averaging.ensemble(member_fns)(images)
+
+
+def recalibrate(
+  job: Job, state: TrainState, check_stop: Callable[[], None]
+) -> TrainState:
+  """Gathers the BatchNorm statistics anew, over an epoch, as training does.
+
+  The mini batches are attacked as if training went on with the last weights;
+  the parameters stay as they are.
+  """
+  check_training(job)
+  steps = int(state.step) + np.arange(job.steps_per_epoch)
+  indices = np.asarray(job.choose(state.policy, jnp.asarray(steps)))
+  for step, index in zip(steps, indices, strict=True):
+    check_stop()
+    copy = jax.tree.map(jnp.copy, state)  # The train step takes it for itself.
+    trained, _ = job.train_step(copy, index, training_batch(job, step))
+    state = state.replace(step=trained.step, batch_stats=trained.batch_stats)
+  return state
