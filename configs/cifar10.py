@@ -41,4 +41,4 @@ def _runlocal(config):
   config.train.validation_examples = 500
   config.eval.examples = 1000
   config.eval.others = ()
-  config.eval.health_examples = 250
+  config.eval.curve_examples = 100

@@ -24,7 +24,9 @@ def get_config(variants: str = ''):
   config.train.T = 12
   config.train.ramp = 0.6
   config.train.log_every = 36  # Once an epoch.
-  config.eval.health_examples = 250
+  config.eval.examples = 200
+  config.eval.others = ()
+  config.eval.curve_examples = 50
   return config_lib.apply_variants(config, variants, {'runlocal': _runlocal})
 
 
@@ -38,6 +40,5 @@ def _runlocal(config):
   config.train.validation_examples = 100
   config.eval.examples = 100
   config.eval.batch_size = 100
-  config.eval.health_examples = 50
-  config.eval.pgd_steps = 2
-  config.eval.slide_steps = 2
+  config.eval.protocols = ('paper', 'fast')
+  config.eval.curve_examples = 20

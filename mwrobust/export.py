@@ -1,6 +1,6 @@
 """A trained network as two files that need nothing of ours to be read.
 
-python -m mwrobust.main --mode=export --workdir=RUN
+  python -m mwrobust.main --mode=export --workdir=RUN
 
 RUN/export/model.safetensors   the parameters, averaged over the last h
 RUN/export/model.json          the model card: config, data, measured figures
@@ -16,9 +16,11 @@ import safetensors.numpy
 from etils import epath
 
 from mwrobust import config as config_lib
-from mwrobust import evaluate, runs
+from mwrobust import run_evaluation
 from mwrobust.errors import UserError
+from mwrobust.evaluation import Outcomes
 from mwrobust.job import prepare, refuse_another_run
+from mwrobust.reporting import runs
 from mwrobust.runtime import files
 
 
@@ -32,30 +34,32 @@ def export(
   Args:
     config: that of the run.
     workdir: of the run.
-    say: told what was written.
+    say: prints the paths of what was written.
   """
   config_lib.validate(config)
-  refuse_another_run(epath.Path(workdir), config, evaluate.FREE_FIELDS)
+  refuse_another_run(epath.Path(workdir), config)
   if config.algorithm == 'ensemble':
     raise UserError(
       "algorithm = 'ensemble' returns many networks, and an export holds one: "
       "train with algorithm = 'scalable'."
     )
-  settings = evaluate.changed_settings(config, epath.Path(workdir))
-  run = runs.load(workdir, settings)
+  run = runs.load(workdir)
   job = prepare(config)
   network = next(
     network
-    for network in evaluate.networks(job, run.workdir, lambda: None, say)
+    for network in run_evaluation.networks(job, run.workdir, lambda: None, say)
     if network.is_output
   )
   (variables,) = network.members
-  outcomes = run.evaluations.get(network.name)
+  evaluations = run.evaluations.get(network.name, {})
   steps = list(network.outer_steps)
-  if outcomes is None or outcomes.settings['outer_steps'] != steps:
+  if not evaluations or any(
+    outcomes.settings['outer_steps'] != steps
+    for outcomes in evaluations.values()
+  ):
     raise UserError(
       f'{network.name} of the outer steps {steps} is not evaluated yet: type '
-      f'{runs.evaluation_command(workdir, settings)}'
+      f'python -m mwrobust.main --mode=eval --workdir={workdir}'
     )
   card = {
     'network': network.name,
@@ -68,9 +72,8 @@ def export(
       'mean': job.data.mean,
       'std': job.data.std,
     },
-    'accuracies': outcomes.accuracies(),
-    'test_images': len(outcomes.labels),
-    'starts': outcomes.restarts,
+    'classes': job.data.num_classes,
+    'evaluations': [_figures(o) for o in evaluations.values()],
     'data_sha256': {
       name: {
         part: hashlib.sha256(np.ascontiguousarray(array)).hexdigest()
@@ -90,3 +93,20 @@ def export(
   files.write_json(folder / 'model.json', card)
   for name in ('model.safetensors', 'model.json'):
     say(str(folder / name))
+
+
+def _figures(outcomes: Outcomes) -> dict:
+  """Returns what an evaluation measured, and how."""
+  fields = ('name', 'space', 'norm', 'eps', 'clip')
+  accuracies = outcomes.accuracies()
+  return {
+    'protocol': outcomes.settings['protocol'],
+    'union': accuracies['union'],
+    'accuracies': accuracies,
+    'test_images': len(outcomes.labels),
+    'test_sha256': outcomes.settings['data']['sha256'],
+    'threats': [
+      {field: threat[field] for field in fields}
+      for threat in outcomes.settings['threats']
+    ],
+  }

@@ -7,6 +7,7 @@ from ml_collections import config_flags  # noqa: F401
 from mwrobust import attacks
 from mwrobust import config as config_lib
 from mwrobust.errors import UserError
+from mwrobust.evaluation import protocols
 
 CONFIGS = pathlib.Path(__file__).parent.parent / 'configs'
 
@@ -45,9 +46,8 @@ def test_the_papers_threats_are_those_of_the_library():
   config = config_lib.preset('paper', 'mnist')
   expected = attacks.six_threats(0.4, 1.0, 5.0)
   assert config_lib.make_threats(config) == expected
-  for phase in ('train', 'eval'):
-    threats, _ = zip(*config_lib.make_pairs(config, phase), strict=True)
-    assert threats == expected
+  threats, _ = zip(*config_lib.make_pairs(config), strict=True)
+  assert threats == expected
 
 
 def test_the_presets_hold_the_numbers_of_the_paper_and_of_the_code():
@@ -93,18 +93,20 @@ def test_the_presets_hold_the_numbers_of_the_paper_and_of_the_code():
   )
   for config in (load('mnist'), load('cifar10', 'released')):
     assert (config.optimizer.momentum, config.optimizer.l2) == (0.9, 1e-4)
-    for phase, pgd, slide, percentile in (
-      ('train', 10, 20, 95.0),
-      ('eval', 40, 100, 99.0),
-    ):
-      pairs = config_lib.make_pairs(config, phase)
-      assert {threat.clip for threat, _ in pairs} == {'inside'}
-      assert all(attack.random_start for _, attack in pairs)
-      assert {(threat.norm, attack) for threat, attack in pairs} == {
-        ('linf', attacks.pgd(pgd)),
-        ('l2', attacks.pgd(pgd)),
-        ('l1', attacks.slide(slide, percentile=percentile)),
-      }
+    pairs = config_lib.make_pairs(config)
+    assert {threat.clip for threat, _ in pairs} == {'inside'}
+    assert all(attack.random_start for _, attack in pairs)
+    assert {(threat.norm, attack) for threat, attack in pairs} == {
+      ('linf', attacks.pgd(10)),
+      ('l2', attacks.pgd(10)),
+      ('l1', attacks.slide(20, percentile=95.0)),
+    }
+  protocol = protocols.make_protocol('paper', classes=10)
+  assert protocol.stages == {
+    'linf': {'pgd': attacks.pgd(40)},
+    'l2': {'pgd': attacks.pgd(40)},
+    'l1': {'pgd': attacks.slide(100, percentile=99.0)},
+  }
 
 
 @pytest.mark.parametrize(
@@ -127,6 +129,8 @@ def test_the_presets_hold_the_numbers_of_the_paper_and_of_the_code():
     ('train.h', 21, r'train\.h = 21 is more than train\.T = 20'),
     ('train.T', 0, r'train\.T = 0.*at least 1'),
     ('train.r', 0.0, r'train\.r = 0\.0.*more than 0'),
+    ('eval.protocols', ('papr',), r"Did you mean 'paper'\?"),
+    ('eval.protocols', (), r'eval\.protocols must name'),
     ('eval.others', ('average',), r"eval\.others = 'average'"),
     ('train.ramp', 1.5, r'train\.ramp = 1\.5.*at least 0 and at most 1'),
     ('train.percentile', 100.0, r'train\.percentile.*less than 100'),

@@ -4,6 +4,7 @@ import functools
 import json
 import os
 import pathlib
+import shutil
 import signal
 import subprocess
 import sys
@@ -15,8 +16,9 @@ import pytest
 from absl import flags
 from tiny_run import tiny
 
-from mwrobust import checkpoints, command_line, evaluate, main, train
+from mwrobust import checkpoints, command_line, main, run_evaluation, train
 from mwrobust.errors import UserError
+from mwrobust.evaluation import Outcomes
 
 ROOT = pathlib.Path(__file__).parent.parent
 STEPS = 18
@@ -30,6 +32,11 @@ def rows_of(workdir, kind):
 
 def status_of(workdir):
   return json.loads(pathlib.Path(workdir, 'status.json').read_text())
+
+
+def evaluations_of(workdir):
+  paths = pathlib.Path(workdir, 'eval').glob('*/outcomes.npz')
+  return [Outcomes.load(path) for path in paths]
 
 
 @functools.cache
@@ -59,7 +66,8 @@ point, where, workdir = sys.argv[2], int(sys.argv[3]), sys.argv[4]
 
 import tests.conftest
 from absl import flags
-from mwrobust import command_line, evaluate, main, train
+from mwrobust import command_line, main, train
+from mwrobust.evaluation import survivors
 from tests.tiny_run import tiny
 
 def send(number):
@@ -85,15 +93,15 @@ elif point in ('validate', 'stop-validate'):
   calls = []
   train.validation_losses = dying
 elif point in ('evaluate', 'stop-evaluate'):
-  evaluate.SECONDS_BETWEEN_SAVES = 0
-  record = evaluate.Outcomes.record
+  survivors.SECONDS_BETWEEN_SAVES = -1
+  record = survivors._record
   def dying(*args):
     record(*args)
     calls.append(None)
     if len(calls) == where:
       send(9 if point == 'evaluate' else 15)
   calls = []
-  evaluate.Outcomes.record = dying
+  survivors._record = dying
 elif point == 'before-save':
   train.Checkpoints.save = lambda *args: send(9)
 elif point == 'save':
@@ -147,10 +155,13 @@ def test_the_main_job_ends_with_a_table_and_leaves_its_results(undisturbed):
   for name in ('report.md', 'report.html'):
     assert str(workdir / name) in result.stdout
     assert (workdir / name).exists()
-  assert sorted(path.stem for path in (workdir / 'eval').iterdir()) == [
-    *('h=1', 'h=2_average', 'h=2_average_health', 'h=2_average_radii'),
-    'h=2_ensemble',
-  ]
+  evaluated = {
+    tuple(outcomes.settings[field] for field in ('network', 'protocol'))
+    for outcomes in evaluations_of(workdir)
+  }
+  assert evaluated == {
+    (network, 'paper') for network in ('h=1', 'h=2 average', 'h=2 ensemble')
+  }
   assert 'step 18/18  100%' in result.stderr
   assert '\r' not in result.stderr  # Plain lines in a log file.
   assert 'Traceback' not in result.stderr
@@ -255,23 +266,22 @@ def test_an_evaluation_goes_on_from_the_batch_it_was_killed_in(
 ):
   expected, _ = undisturbed
   workdir = tmp_path / 'run'
-  # Of 2 batches a threat, in the first network, in the probes, in the second.
+  # Of 2 batches a threat: in the first network, in the second, in the third.
   for point, where in (('evaluate', 5), ('stop-evaluate', 12), ('evaluate', 9)):
     result = run_child(point, where, workdir)
     code = 143 if point == 'stop-evaluate' else -signal.SIGKILL
     assert result.returncode == code, result.stderr
-  assert 'interrupted.' in result.stdout  # It went on from there.
   result = run_child('none', 0, workdir)
   assert result.returncode == 0, result.stderr
-  files = sorted(path.name for path in (expected / 'eval').iterdir())
-  assert sorted(path.name for path in (workdir / 'eval').iterdir()) == files
-  for name in files:
-    ours, theirs = (
-      vars(evaluate.Outcomes.load(run / 'eval' / name))
-      for run in (workdir, expected)
-    )
-    for field, value in theirs.items():
-      np.testing.assert_array_equal(ours[field], value, err_msg=field)
+
+  def files_of(run):
+    return {
+      str(path.relative_to(run)): path.read_bytes()
+      for path in (run / 'eval').glob('**/*')
+      if path.is_file()
+    }
+
+  assert files_of(workdir) == files_of(expected)
 
 
 def test_a_disk_that_fills_up_is_told_and_costs_nothing(undisturbed, tmp_path):
@@ -310,15 +320,41 @@ def test_evaluation_may_be_changed_later_and_keeps_the_old_one(undisturbed):
   workdir, _ = undisturbed
   before = set(os.listdir(workdir / 'eval'))
   evaluations, _ = run(tiny(**{'eval.examples': 10}), workdir)
-  assert evaluations['h=1'].correct.shape == (6, 10)
-  new = set(os.listdir(workdir / 'eval')) - before
-  assert 'h=2_ensemble-examples=10.npz' in new
+  assert evaluations['h=1']['paper'].correct.shape == (6, 10)
   assert before < set(os.listdir(workdir / 'eval'))
+  counts = [len(outcomes.labels) for outcomes in evaluations_of(workdir)]
+  assert sorted(counts) == [10] * 3 + [30] * 3
+
+
+def test_a_run_meets_threats_that_it_was_not_trained_with(
+  undisturbed, tmp_path
+):
+  workdir = tmp_path / 'run'
+  shutil.copytree(undisturbed[0], workdir)
+  config = tiny(
+    **{
+      'threats.spaces': ('haar',),
+      'threats.norms': ('linf', 'l1'),
+      'threats.eps_linf': 0.07,
+      'eval.protocols': ('paper', 'fast'),
+      'eval.others': (),
+      'eval.curve_examples': 5,
+    }
+  )
+  evaluations = run_evaluation.evaluate_run(config, str(workdir), print)
+  (of_output,) = evaluations.values()
+  assert list(of_output) == ['paper', 'fast']
+  assert of_output['fast'].threats == ('haar_linf', 'haar_l1')
+  assert of_output['fast'].eps[0] == 0.07
+  curves = [o for o in evaluations_of(workdir) if len(o.settings['radii']) > 1]
+  assert [len(curve.labels) for curve in curves] == [5]
+  with pytest.raises(UserError, match='seed: 0 there, 1 here'):
+    run_evaluation.evaluate_run(tiny(seed=1), str(workdir), print)
 
 
 def test_the_networks_of_a_run(undisturbed):
   workdir, _ = undisturbed
-  last, average, ensemble = evaluate.networks(
+  last, average, ensemble = run_evaluation.networks(
     job(), workdir, lambda: None, print
   )
   older, newer = (
@@ -340,15 +376,14 @@ def test_the_networks_of_a_run(undisturbed):
     np.testing.assert_allclose(found, (a + b) / 2, rtol=1e-6)
 
 
-def test_a_damaged_evaluation_is_done_again(undisturbed):
-  workdir, _ = undisturbed
-  config = tiny(**{'eval.examples': 5})
-  run(config, workdir)
-  newest = max((workdir / 'eval').iterdir(), key=os.path.getmtime)
-  os.truncate(newest, 40)
-  evaluations, told = run(config, workdir)
-  assert any('Evaluating again' in text for text in told)
-  assert evaluations['h=1'].natural.shape == (5,)
+def test_a_damaged_evaluation_is_named_and_kept(undisturbed, tmp_path):
+  workdir = tmp_path / 'run'
+  shutil.copytree(undisturbed[0], workdir)
+  damaged = next((workdir / 'eval').glob('*/outcomes.npz'))
+  os.truncate(damaged, 40)
+  with pytest.raises(UserError, match=str(damaged)):
+    run(tiny(), workdir)
+  assert damaged.stat().st_size == 40
 
 
 @pytest.mark.parametrize(
@@ -364,7 +399,7 @@ def test_a_damaged_evaluation_is_done_again(undisturbed):
 def test_every_policy_trains(policy, changes, tmp_path):
   config = tiny(**{'policy.name': policy, 'train.T': 2} | changes)
   evaluations, _ = run(config, tmp_path / policy)
-  accuracies = evaluations['h=1'].accuracies()
+  accuracies = evaluations['h=1']['paper'].accuracies()
   assert accuracies['union'] <= accuracies['min'] <= accuracies['pixel_linf']
   chosen = [
     sum(row['chosen'][name] for row in rows_of(tmp_path / policy, 'train'))
@@ -410,7 +445,7 @@ def test_the_ensemble_of_all_outer_steps(tmp_path):
   config = tiny(algorithm='ensemble')
   evaluations, _ = run(config, tmp_path / 'ensemble')
   assert list(evaluations) == ['h=1', 'h=3 ensemble']
-  settings = evaluations['h=3 ensemble'].settings
+  settings = evaluations['h=3 ensemble']['paper'].settings
   assert settings['outer_steps'] == [1, 2, 3]
   assert len(os.listdir(tmp_path / 'ensemble' / 'checkpoints')) == 3
 
@@ -429,7 +464,7 @@ def test_batch_norm_augmentation_and_sgd(tmp_path):
   config.eval.others = ('recalibrated',)
   evaluations, _ = run(config, tmp_path / 'resnet')
   assert list(evaluations) == ['h=2 average', 'h=2 recalibrated']
-  average, again = evaluations['h=2 average'], evaluations['h=2 recalibrated']
+  average, again = (found['paper'] for found in evaluations.values())
   assert average.correct.shape == (6, 30)
   assert (average.logits != again.logits).any()
 

@@ -19,8 +19,8 @@ from tiny_run import tiny
 from launch import local
 from mwrobust import checkpoints
 from mwrobust.errors import UserError
+from mwrobust.evaluation import Outcomes
 from mwrobust.job import check_training, prepare
-from mwrobust.outcomes import Outcomes
 from mwrobust.runtime import devices
 
 ROOT = pathlib.Path(__file__).parent.parent
@@ -32,7 +32,7 @@ CHANGES = {  # 24 steps, and a network good enough to stand now and then.
   'optimizer.learning_rate': 0.02,
   'optimizer.drops': (99,),
   'train.h': 1,
-  'eval.health_examples': 0,
+  'eval.others': (),
 }
 
 # A worker of a launch. Where the file `kill` in the workdir's parent says so,
@@ -178,13 +178,17 @@ def assert_same_run(found, expected):
     np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=1e-5)
 
 
+def evaluation_of(workdir):
+  (path,) = (workdir / 'eval').glob('*/outcomes.npz')
+  return path
+
+
 @pytest.mark.parametrize('name', ['2', '4', 'processes', 'begun'])
 def test_numbers_do_not_depend_on_devices_and_processes(runs, name):
   """Nor on going on with a checkpoint of other ones."""
   assert_same_run(runs / name, runs / '1')
   ours, theirs = (
-    Outcomes.load(runs / workdir / 'eval' / 'h=1.npz')
-    for workdir in (name, '1')
+    Outcomes.load(evaluation_of(runs / workdir)) for workdir in (name, '1')
   )
   np.testing.assert_array_equal(ours.correct, theirs.correct)
   np.testing.assert_allclose(ours.loss, theirs.loss, rtol=1e-3, atol=1e-3)
@@ -194,7 +198,7 @@ def test_numbers_do_not_depend_on_devices_and_processes(runs, name):
 def test_one_process_writes(runs):
   events = os.listdir(runs / 'processes' / 'tensorboard')
   assert len(events) == 1
-  assert (runs / 'processes' / 'eval' / 'h=1.npz').exists()
+  assert evaluation_of(runs / 'processes').exists()
 
 
 def test_killed_workers_cost_the_steps_since_the_checkpoint(

@@ -14,9 +14,8 @@ TINY = {
   'train.slide_steps': 2,
   'eval.examples': 30,
   'eval.batch_size': 20,
-  'eval.pgd_steps': 2,
-  'eval.slide_steps': 2,
-  'eval.health_examples': 10,
+  'eval.protocols': ('paper',),
+  'eval.curve_examples': 0,
 }
 
 

@@ -43,13 +43,14 @@ def _standard(norm: str, targets: int) -> Stages:
 
 
 def _fast(norm: str, targets: int) -> Stages:
-  # FAB finds more of what is left than targeted climbs at the same cost: under
-  # l1 with more targets, else with more steps.
-  steps, most = (30, 9) if norm == 'l1' else (50, 4)
-  return {
-    'apgd-ce': apgd(50),
-    'fab-t': fab(steps, targets=min(most, targets)),
-  }
+  # FAB finds more of what is left than targeted climbs at the same cost. Under
+  # l1 more starts and targets help, else more steps.
+  if norm == 'l1':
+    return {
+      'apgd-ce': apgd(50, restarts=5),
+      'fab-t': fab(20, targets=targets),
+    }
+  return {'apgd-ce': apgd(100), 'fab-t': fab(50, targets=min(4, targets))}
 
 
 def _paper(norm: str, restarts: int) -> Stages:

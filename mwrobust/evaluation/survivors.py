@@ -291,7 +291,10 @@ def _resume(path: epath.Path, fresh: Outcomes) -> Outcomes:
   if not path.exists():
     found = fresh
   else:
-    found = Outcomes.load(path)
+    try:
+      found = Outcomes.load(path)
+    except UserError as error:
+      raise UserError(f'{error} Move it away to evaluate anew.') from error
     differing = list(_differences(found.settings, fresh.settings))
     if differing:
       raise UserError(
