@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from mwrobust import page
+from mwrobust.reporting import page
 
 THREATS = (
   'pixel_linf', 'pixel_l2', 'pixel_l1', 'dct_linf', 'dct_l2', 'dct_l1',
@@ -54,6 +54,16 @@ def hard_charts():
     yield page.stacked_shares(columns, 'outer step')
 
 
+def bars():
+  return page.bar_chart(
+    {
+      'natural': [page.Bar(100.0, 92.9, 100.0, '')],
+      'dct_l2': [page.Bar(60.0, 50, 70, 'paper'), page.Bar(30, 20, 40, 'ours')],
+      'x' * 60: [page.Bar(0.0, 0.0, 7.1, 'paper')],
+    }
+  )
+
+
 def sample():
   """A page with some of everything."""
   rng = np.random.default_rng(0)
@@ -91,6 +101,7 @@ def sample():
       ('Table', page.table(header, rows, 'In percent.', marks)),
       ('Losses', page.line_chart(losses, 'outer step', 'loss')),
       ('Shares', page.stacked_shares(shares, 'outer step')),
+      ('Bars', page.callout('bad', 'Look.', 'Why.') + bars()),
       ('Transfer', page.heat_map(THREATS, THREATS, values, caption='In %.')),
       ('Pictures', page.picture_grid(['natural', *THREATS, 'all'], pictures)),
       ('Settings', page.table(['setting', 'value'], settings)),
@@ -170,7 +181,7 @@ def test_the_document_is_whole():
   assert ('charset', 'utf-8') in document.attributes
   policy = "default-src 'none'; img-src data:; style-src 'unsafe-inline'"
   assert ('content', policy) in document.attributes
-  assert document.tags.count('h2') == 8
+  assert document.tags.count('h2') == 9
   assert document.tags.count('img') == 32
   assert len(svgs(text)) > 30
   targets = [value for key, value in document.attributes if key == 'href']
@@ -206,13 +217,17 @@ def test_all_text_is_escaped_once():
     page.stacked_shares([(NASTY, {NASTY: 1})], NASTY),
     page.heat_map([NASTY], [NASTY], [[1]], '{}' + NASTY, NASTY),
     page.picture_grid([NASTY], [(NASTY, [(image, NASTY)])]),
+    page.bar_chart({NASTY: [page.Bar(1, 0, 2, NASTY), page.Bar(1, 0, 2, 'b')]}),
+    page.callout('good', NASTY, NASTY),
   ]
   document = Document(page.page(NASTY, [(NASTY, c) for c in contents]))
   assert 'b' not in document.tags
   attributes = ''.join(str(value) for _, value in document.attributes)
-  # Title twice, six headings twice, and the arguments above. A chart says its
+  # Title twice, eight headings twice, and the arguments above. A chart says its
   # labels and names on axes, in the legend, in titles and in its description.
-  shown = 2 + 12 + 1 + 4 + (1 + 3 + 2) + (1 + 2 + 3) + 4 + 3
+  shown = (
+    2 + 16 + 1 + 4 + (1 + 3 + 2) + (1 + 2 + 3) + 4 + 3 + (1 + 2 + 1 + 1) + 2
+  )
   assert document.text.count(NASTY) == shown
   assert attributes.count(NASTY) == 1 + 3 + 2 + 1 + 1
   assert '&amp;lt;' not in document.text + attributes
@@ -349,6 +364,35 @@ def test_shares_fill_their_bar():
   assert texts(svg, 'x') == ['1', '2', '3', '4']
 
 
+def test_ticks_can_have_names():
+  points = {'a': [(-1, 50), (0, 40), (1, 30)]}
+  names = {-1: '1/2 eps', 0: 'eps', 1: '2 eps'}
+  svg = plot(page.line_chart(points, 'radius', 'y', names))
+  assert texts(svg, 'x') == list(names.values())
+  assert ends(svg)[0][1][0] == 50
+  titles = [title.text for title in svg.iterfind('.//circle/title')]
+  assert titles[1] == 'a\nradius eps: 40'
+
+
+def test_bars_are_as_long_as_their_values():
+  text = bars()
+  Document(text)
+  found = [svg for svg in svgs(text) if svg.get('class')]
+  lengths = [svg.find('rect[@class="mark"]').get('width') for svg in found]
+  assert lengths == ['100.00%', '60.00%', '30.00%', '0.00%']
+  line = found[2].find('line')
+  assert (line.get('x1'), line.get('x2')) == ('20.00%', '40.00%')
+  shades = [svg.find('rect[@class="mark"]').get('style') for svg in found]
+  assert shades[2] == '--o:1.0'  # The last of a group has the full colour.
+  assert shades[1] != shades[2]
+  assert [svg.find('title').text for svg in found][1:3] == [
+    'dct_l2, paper: 60.0%, 50.0 to 70.0%',
+    'dct_l2, ours: 30.0%, 20.0 to 40.0%',
+  ]
+  assert re.findall(r'</svg>(.*?)</li>', text) == ['paper', 'ours']
+  assert text.count('class="hatch"') == 2
+
+
 def test_the_dct_is_dashed_and_hatched():
   def kinds(text):
     items = re.findall(r'<li class="(.*?)".*?</svg>(.*?)</li>', text)
@@ -450,7 +494,7 @@ def test_a_browser_shows_the_page(path, width):
   visit = browse(path, width, script=MISPLACED)
   document = Document(visit.dom)
   assert visit.title == 'A sample & more'
-  assert document.tags.count('h2') == 8
+  assert document.tags.count('h2') == 9
   assert document.tags.count('svg') == Document(sample()).tags.count('svg')
   assert visit.console == []
   assert visit.requests[0] == path.as_uri()

@@ -5,7 +5,8 @@ import re
 
 import pytest
 
-from mwrobust import attacks, paper
+from mwrobust import attacks
+from mwrobust.reporting import paper
 
 TEX = pathlib.Path(__file__).parents[2] / 'shared' / 'paper.tex'
 THREATS = [threat.name for threat in attacks.six_threats(1, 1, 1)]

@@ -1,0 +1,308 @@
+"""Reads what a training run has left in its workdir."""
+
+import itertools
+import json
+import os
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import ml_collections
+from etils import epath
+
+from mwrobust import config as config_lib
+from mwrobust.errors import UserError
+from mwrobust.evaluation import FILE, PROTOCOLS, Outcomes
+from mwrobust.reporting.sections import Evaluated
+
+# Config fields in which the seeds of one method may differ, and those in which
+# methods may. A name that ends with a dot stands for all fields below it.
+SEEDS_DIFFER = (*config_lib.FREE_FIELDS, 'seed', 'data.dir')
+METHODS_DIFFER = (*SEEDS_DIFFER, 'policy.')
+
+
+class Group(NamedTuple):
+  """Evaluations of the same images and threats.
+
+  Attributes:
+    evaluations: by network and protocol, 'standard' first.
+    curves: by network: its outcomes at several radii.
+  """
+
+  evaluations: dict[str, dict[str, Outcomes]]
+  curves: dict[str, Outcomes]
+
+  @property
+  def first(self) -> Outcomes:
+    """Any of its outcomes, for what they share."""
+    return next(iter(next(iter(self.evaluations.values())).values()))
+
+  def evaluated(self, network: str) -> Evaluated:
+    """Returns what there is about a network."""
+    protocols = tuple(self.evaluations[network].values())
+    return Evaluated(protocols, self.curves.get(network))
+
+
+class Run(NamedTuple):
+  """A training run.
+
+  Attributes:
+    workdir: where it is.
+    config: what it was made with.
+    trained: the rows of metrics of its log intervals.
+    outer: those of its outer steps.
+    primary: the evaluations under its own threats, on the most images.
+    others: further groups of evaluations.
+  """
+
+  workdir: epath.Path
+  config: ml_collections.ConfigDict
+  trained: list[dict[str, Any]]
+  outer: list[dict[str, Any]]
+  primary: Group
+  others: list[Group]
+
+  @property
+  def evaluations(self) -> dict[str, dict[str, Outcomes]]:
+    """The outcomes by network and protocol."""
+    return self.primary.evaluations
+
+  @property
+  def curves(self) -> dict[str, Outcomes]:
+    """The outcomes at several radii, by network."""
+    return self.primary.curves
+
+  @property
+  def method(self) -> str:
+    """The policy, with its threat if that is the only one."""
+    policy = self.config.policy
+    return f'single {policy.threat}' if policy.name == 'single' else policy.name
+
+  @property
+  def output(self) -> str | None:
+    """The network that the algorithm returns, or None if it is missing."""
+    for network, protocols in self.evaluations.items():
+      if next(iter(protocols.values())).settings['is_output']:
+        return network
+    return None
+
+  @property
+  def outer_step(self) -> int:
+    """How far it was trained when it was evaluated."""
+    return self.primary.first.settings['outer_steps'][-1]
+
+
+def load(workdir: str | os.PathLike) -> Run:
+  """Reads a run that has been evaluated."""
+  workdir = epath.Path(workdir)
+  config = config_lib.load(workdir)
+  paths = sorted((workdir / 'eval').glob(f'*/{FILE}'))
+  found = [load_outcomes(path) for path in paths]
+  found = [outcomes for outcomes in found if outcomes.complete]
+  groups = _groups(found)
+  if not groups:
+    raise UserError(
+      f'{workdir} has no evaluation: type {evaluation_command(workdir)}'
+    )
+  own = [
+    (threat.name, threat.eps) for threat in config_lib.make_threats(config)
+  ]
+
+  def rank(group: Group) -> tuple[bool, int]:
+    threats = group.first.settings['threats']
+    is_own = [(threat['name'], threat['eps']) for threat in threats] == own
+    return is_own, len(group.first.labels)
+
+  primary, *others = sorted(groups, key=rank, reverse=True)
+  rows = read_metrics(workdir)
+  return Run(
+    workdir=workdir,
+    config=config,
+    trained=[row for row in rows if row['kind'] == 'train'],
+    outer=[row for row in rows if row['kind'] == 'outer'],
+    primary=primary,
+    others=others,
+  )
+
+
+def load_outcomes(path: epath.Path) -> Outcomes:
+  """Reads an evaluation of a run, whose settings say what it is of."""
+  outcomes = Outcomes.load(path)
+  for field in ('network', 'is_output', 'outer_steps'):
+    if field not in outcomes.settings:
+      raise UserError(
+        f'{path} cannot be read as an evaluation of a run: its settings have '
+        f'no {field!r}.'
+      )
+  return outcomes
+
+
+def _groups(found: Sequence[Outcomes]) -> list[Group]:
+  """Groups the evaluations of the newest outer step by threats and images."""
+
+  def outer_step(outcomes: Outcomes) -> int:
+    return outcomes.settings['outer_steps'][-1]
+
+  def order(outcomes: Outcomes) -> tuple[Any, ...]:
+    settings = outcomes.settings
+    names = list(PROTOCOLS)
+    protocol = settings['protocol']
+    place = names.index(protocol) if protocol in names else len(names)
+    return settings['members'], settings['network'], place
+
+  newest = max(map(outer_step, found), default=0)
+  found = [outcomes for outcomes in found if outer_step(outcomes) == newest]
+  groups = {}
+  for outcomes in sorted(found, key=order):
+    if len(outcomes.settings['radii']) > 1:
+      continue
+    settings = outcomes.settings
+    # Those that share all else, such as two seeds, are in groups of their own.
+    for number in itertools.count():
+      key = threats_of(outcomes), settings['data']['sha256'], number
+      group = groups.setdefault(key, Group({}, {}))
+      protocols = group.evaluations.setdefault(settings['network'], {})
+      if settings['protocol'] not in protocols:
+        protocols[settings['protocol']] = outcomes
+        break
+  # A curve may take fewer images: it goes to the largest group it belongs to.
+  for curve in sorted(found, key=lambda outcomes: len(outcomes.labels)):
+    network = curve.settings['network']
+    fitting = [
+      group
+      for (threats, _, _), group in groups.items()
+      if threats == threats_of(curve) and network in group.evaluations
+    ]
+    if len(curve.settings['radii']) > 1 and fitting:
+      largest = max(fitting, key=lambda group: len(group.first.labels))
+      largest.curves[network] = curve
+  return list(groups.values())
+
+
+def threats_of(outcomes: Outcomes) -> tuple[tuple[str, ...], ...]:
+  """Returns name, space, norm, eps and clip of each threat, at its own eps."""
+  radii, threats = outcomes.settings['radii'], outcomes.settings['threats']
+  return tuple(
+    (
+      threat['of'],
+      threat['space'],
+      threat['norm'],
+      f'{threat["eps"] / radii[0]:.6g}',
+      threat['clip'],
+    )
+    for threat in threats[: len(threats) // len(radii)]
+  )
+
+
+def evaluation_command(workdir: str | os.PathLike) -> str:
+  """Returns what to type for an evaluation that is missing."""
+  return f'python -m mwrobust.main --mode=eval --workdir={workdir}'
+
+
+def read_metrics(workdir: epath.Path) -> list[dict[str, Any]]:
+  """Reads the rows of metrics.jsonl, as far as they are written."""
+  path = workdir / 'metrics.jsonl'
+  if not path.exists():
+    return []
+  # A last line without its end is being written at this moment.
+  lines = path.read_text().splitlines(keepends=True)
+  return [json.loads(line) for line in lines if line.endswith('\n')]
+
+
+# ------------------------------------------------------ what belongs together
+
+
+def check_same(found: Sequence[Outcomes]) -> None:
+  """Raises a UserError if these are not of one network and its threats."""
+  for other in found[1:]:
+    differing = [
+      (field, here, there)
+      for field, here, there in _differences(_about(found[0]), _about(other))
+      # A curve may take fewer images.
+      if field != 'data' or len(other.settings['radii']) == 1
+    ]
+    if differing:
+      raise UserError(
+        '\n'.join(
+          [
+            'These evaluations do not belong on one page, they differ in',
+            *(
+              f'  {name}: {here} and {there}' for name, here, there in differing
+            ),
+          ]
+        )
+      )
+
+
+def check_mergeable(runs: Sequence[Run]) -> None:
+  """Raises a UserError if a table over these runs would mislead."""
+  first_of, seen = {}, {}
+  for other in runs:
+    # The seeds of one method share its policy to the letter; methods do not.
+    first = first_of.setdefault(other.method, other)
+    may_differ = SEEDS_DIFFER
+    if first is other:
+      first, may_differ = runs[0], METHODS_DIFFER
+    ours, theirs = map(config_lib.flatten, (first.config, other.config))
+    differing = [
+      f'  {field}: {here!r} and {there!r}'
+      for field, here, there in _differences(ours, theirs)
+      if not field.startswith(may_differ)
+    ]
+    ours, theirs = map(_evaluated_how, (first, other))
+    attacks = ours.pop('attacks'), theirs.pop('attacks')
+    if ours == theirs:  # Else the attacks differ because of what differs here.
+      ours, theirs = attacks
+    differing += [
+      f'  the evaluation, {field}: {here} and {there}'
+      for field, here, there in _differences(ours, theirs)
+    ]
+    if differing:
+      raise UserError(
+        f'{first.workdir} and {other.workdir} cannot be merged, they differ '
+        'in\n' + '\n'.join(differing)
+      )
+    key = other.method, other.config.seed
+    if key in seen:
+      raise UserError(
+        f'{seen[key]} and {other.workdir} are both {other.method} with seed '
+        f'{other.config.seed}: it would count twice. Leave one out.'
+      )
+    seen[key] = other.workdir
+
+
+def _differences(ours: dict, theirs: dict) -> Iterator[tuple[str, Any, Any]]:
+  for field in sorted(ours | theirs):
+    if ours.get(field) != theirs.get(field):
+      yield field, ours.get(field), theirs.get(field)
+
+
+def _about(outcomes: Outcomes) -> dict[str, Any]:
+  settings = outcomes.settings
+  return {
+    'network': settings.get('network'),
+    'threats': ', '.join(' '.join(fields) for fields in threats_of(outcomes)),
+    'data': settings['data'],
+  }
+
+
+def _evaluated_how(run: Run) -> dict[str, Any]:
+  """Returns what all evaluations of a table must share."""
+  protocols = {
+    protocol: outcomes.settings
+    for by_protocol in run.evaluations.values()
+    for protocol, outcomes in by_protocol.items()
+  }
+  first = run.primary.first
+  return {
+    'outer step': run.outer_step,
+    'images': len(first.labels),
+    'data': first.settings['data']['sha256'][:8],
+    'threats': _about(first)['threats'],
+    'protocols': ', '.join(protocols),
+    'attacks': {
+      f'{name} of {protocol}, {threat["norm"]}': attack
+      for protocol, settings in protocols.items()
+      for threat in settings['threats']
+      for name, attack in threat['attacks'].items()
+    },
+  }

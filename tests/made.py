@@ -1,0 +1,169 @@
+"""Outcomes and runs made by hand, for reports: nothing is trained."""
+
+import json
+
+import numpy as np
+
+from mwrobust import attacks
+from mwrobust import config as config_lib
+from mwrobust.evaluation import Outcomes
+
+SIX = ('pixel_linf', 'pixel_l2', 'pixel_l1', 'dct_linf', 'dct_l2', 'dct_l1')
+THREATS = attacks.six_threats(0.4, 1.0, 5.0)
+ATTACKS = {
+  'standard': ('apgd-ce', 'apgd-t', 'fab-t', 'square'),
+  'fast': ('apgd-ce', 'apgd-t', 'fab-t'),
+  'paper': ('pgd',),
+  'paper-20': ('pgd',),
+}
+
+
+def make_outcomes(
+  threats=THREATS,
+  protocol='standard',
+  count=40,
+  radii=(1.0,),
+  share=0.5,
+  by=None,
+  seed=0,
+  pictures=3,
+  channels=1,
+  **about,
+):
+  """Makes the outcomes of an evaluation that never took place.
+
+  Args:
+    threats: of the evaluation.
+    protocol: its name.
+    count: of the images; the first tenth is misclassified without an attack.
+    radii: multiples of the radii.
+    share: of the images that fall under each threat, or a bit less.
+    by: the attack that fells them, by its number; the first by default.
+    seed: which images fall depends on it.
+    pictures: how many images are kept.
+    channels: of the images.
+    **about: further settings.
+  """
+  names = ATTACKS[protocol]
+  settings = about | {
+    'protocol': protocol,
+    'threats': [
+      threat.to_dict()
+      | {
+        'name': threat.name
+        if len(radii) == 1
+        else f'{threat.name} x{radius:g}',
+        'of': threat.name,
+        'eps': threat.eps * radius,
+        'attacks': {
+          name: {'steps': 10, 'tries': 1, 'evaluations': [10, int(a > 1)]}
+          for a, name in enumerate(names)
+        },
+      }
+      for radius in radii
+      for threat in threats
+    ],
+    'radii': list(radii),
+    'seed': 0,
+    'data': {'images': [count, 8, 8, channels], 'sha256': f'of {count}'},
+  }
+  rng = np.random.default_rng(seed)
+  labels = np.arange(count, dtype=np.int32) % 10
+  wrong = np.arange(count) < count // 10
+  logits = np.eye(10, dtype=np.float32)[(labels + wrong) % 10]
+  images = rng.uniform(size=(pictures, 8, 8, channels)).astype(np.float32)
+  outcomes = Outcomes.begin(
+    json.loads(json.dumps(settings)), labels, logits, images
+  )
+  shape = outcomes.fell.shape
+  shares = np.linspace(share, 0.8 * share, shape[0])[:, None]
+  falls = (rng.uniform(size=shape) < shares) & ~wrong
+  outcomes.fell[falls] = by or 0
+  outcomes.tried[:] = np.where(falls, (by or 0) + 1, len(names))
+  outcomes.tried[:, wrong] = 0
+  outcomes.predicted[falls] = (np.tile(labels, (shape[0], 1))[falls] + 1) % 10
+  outcomes.loss[:] = rng.uniform(size=shape)
+  outcomes.distance[:] = outcomes.eps[:, None]
+  outcomes.adversarial[:] += 0.1
+  outcomes.spent[:] = count * 6, count
+  return outcomes
+
+
+def make_run(workdir, evaluations=(), outer_steps=3, **fields):
+  """Writes the workdir of a run that was never trained.
+
+  Args:
+    workdir: of the run.
+    evaluations: its `Outcomes`; by default of three networks, two protocols
+      each, and a curve.
+    outer_steps: how many of them its metrics have.
+    **fields: of the config, `{'policy.name': 'greedy'}`.
+  """
+  config = config_lib.preset('paper', 'mnist')
+  config.train.T, config.train.h = 3, 2
+  for field, value in fields.items():
+    group, _, name = field.rpartition('.')
+    (config[group] if group else config)[name] = value
+  workdir.mkdir(parents=True)
+  (workdir / 'config.json').write_text(config.to_json())
+  for i, outcomes in enumerate(evaluations or run_evaluations(config.seed)):
+    (workdir / 'eval' / str(i)).mkdir(parents=True)
+    outcomes.save(workdir / 'eval' / str(i) / 'outcomes.npz')
+  rows = []
+  for t in range(1, outer_steps + 1):
+    rows.append(
+      {
+        'kind': 'train',
+        'step': 10 * t,
+        'chosen': {name: t + i for i, name in enumerate(SIX)},
+      }
+    )
+    rows.append(
+      {
+        'kind': 'outer',
+        'step': 10 * t,
+        'outer_step': t,
+        'weight': {name: 1 / 6 + i * t / 100 for i, name in enumerate(SIX)},
+        'validation_loss': {name: 2 / t + i for i, name in enumerate(SIX)},
+        'gradient_evaluations': 12_345 * t,
+        'seconds': 60.0 * t,
+      }
+    )
+  lines = [json.dumps(row) + '\n' for row in rows]
+  (workdir / 'metrics.jsonl').write_text(''.join(lines))
+  return workdir
+
+
+def about(network='h=2 average', step=3):
+  """Returns the settings by which an evaluation says what it is of."""
+  h = int(network[2])
+  return {
+    'network': network,
+    'is_output': network == 'h=2 average',
+    'outer_steps': list(range(step - h + 1, step + 1)),
+    'members': h if network.endswith('ensemble') else 1,
+    'dataset': 'mnist',
+  }
+
+
+def run_evaluations(seed=0, **more):
+  """Makes the evaluations of a run: three networks, two protocols, a curve."""
+  found = [
+    make_outcomes(
+      protocol=protocol,
+      share=share + 0.05 * seed,
+      seed=seed + 10 * i,
+      **about(network) | more,
+    )
+    for i, network in enumerate(('h=1', 'h=2 average', 'h=2 ensemble'))
+    for protocol, share in (('paper', 0.2), ('standard', 0.4))
+  ]
+  curve = make_outcomes(
+    protocol='fast',
+    count=20,
+    radii=(0.25, 1.0, 4.0),
+    share=0.9,
+    seed=seed,
+    **about() | more,
+  )
+  return [*found, curve]
