@@ -4,8 +4,9 @@
   python -m mwrobust.report RUN1 RUN2 ... --output=DIR   # a table over runs
   python -m mwrobust.report FOLDER                       # of mwrobust.evaluate
 
-Several folders of evaluations make one page if they are of the same network
-and threats: the first is the main one, one with several radii is the curve.
+Evaluations of the same network and threats make one page, those in the folders
+that are named and one level below: the first is the main one, one with several
+radii is the curve.
 """
 
 from absl import flags
@@ -33,13 +34,17 @@ def main(argv: list[str]) -> None:
       'Name the workdir of a run, or the folder of an evaluation.'
     )
   output = flags.FLAGS.output
-  files = [epath.Path(folder, FILE) for folder in argv]
-  if not any(file.exists() for file in files):
+  folders = [epath.Path(folder) for folder in argv]
+  if not any((folder / FILE).exists() for folder in folders):
     merged = [reporting.load(workdir) for workdir in argv]
     default = argv[0] if len(argv) == 1 else 'runs/report'
     reporting.write_runs(merged, output or default)
     return
-  found = [Outcomes.load(file) for file in files]
+  found = [
+    Outcomes.load(path)
+    for folder in folders
+    for path in (folder / FILE, *sorted(folder.glob(f'*/{FILE}')))
+  ]
   curves = [each for each in found if len(each.settings['radii']) > 1]
   protocols = [each for each in found if len(each.settings['radii']) == 1]
   if not protocols or len(curves) > 1:

@@ -3,7 +3,7 @@
 import itertools
 import json
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import ml_collections
@@ -213,23 +213,17 @@ def read_metrics(workdir: epath.Path) -> list[dict[str, Any]]:
 
 def check_same(found: Sequence[Outcomes]) -> None:
   """Raises a UserError if these are not of one network and its threats."""
-  for other in found[1:]:
-    differing = [
-      (field, here, there)
-      for field, here, there in _differences(_about(found[0]), _about(other))
-      # A curve may take fewer images.
-      if field != 'data' or len(other.settings['radii']) == 1
-    ]
+  first, *others = found
+  for other in others:
+    is_curve = len(other.settings['radii']) > 1  # It may take fewer images.
+    differing = _differences(
+      *(_about(outcomes) for outcomes in (first, other)),
+      may_differ=('data', 'images') * is_curve,
+    )
     if differing:
       raise UserError(
-        '\n'.join(
-          [
-            'These evaluations do not belong on one page, they differ in',
-            *(
-              f'  {name}: {here} and {there}' for name, here, there in differing
-            ),
-          ]
-        )
+        'These evaluations do not belong on one page, they differ in\n'
+        + '\n'.join(differing)
       )
 
 
@@ -242,20 +236,12 @@ def check_mergeable(runs: Sequence[Run]) -> None:
     may_differ = SEEDS_DIFFER
     if first is other:
       first, may_differ = runs[0], METHODS_DIFFER
-    ours, theirs = map(config_lib.flatten, (first.config, other.config))
-    differing = [
-      f'  {field}: {here!r} and {there!r}'
-      for field, here, there in _differences(ours, theirs)
-      if not field.startswith(may_differ)
-    ]
-    ours, theirs = map(_evaluated_how, (first, other))
-    attacks = ours.pop('attacks'), theirs.pop('attacks')
-    if ours == theirs:  # Else the attacks differ because of what differs here.
-      ours, theirs = attacks
-    differing += [
-      f'  the evaluation, {field}: {here} and {there}'
-      for field, here, there in _differences(ours, theirs)
-    ]
+    configs = (config_lib.flatten(run.config) for run in (first, other))
+    differing = _differences(*configs, may_differ=may_differ)
+    how = [_evaluated_how(run) for run in (first, other)]
+    # The attacks of a protocol that one of them lacks are not worth a line.
+    common = how[0].keys() & how[1].keys()
+    differing += _differences(*({f: h[f] for f in common} for h in how))
     if differing:
       raise UserError(
         f'{first.workdir} and {other.workdir} cannot be merged, they differ '
@@ -270,39 +256,40 @@ def check_mergeable(runs: Sequence[Run]) -> None:
     seen[key] = other.workdir
 
 
-def _differences(ours: dict, theirs: dict) -> Iterator[tuple[str, Any, Any]]:
-  for field in sorted(ours | theirs):
-    if ours.get(field) != theirs.get(field):
-      yield field, ours.get(field), theirs.get(field)
+def _differences(
+  ours: dict[str, Any], theirs: dict[str, Any], may_differ: Sequence[str] = ()
+) -> list[str]:
+  return [
+    f'  {field}: {ours.get(field)!r} and {theirs.get(field)!r}'
+    for field in sorted(ours | theirs)
+    if ours.get(field) != theirs.get(field)
+    and not field.startswith(tuple(may_differ))
+  ]
 
 
 def _about(outcomes: Outcomes) -> dict[str, Any]:
-  settings = outcomes.settings
   return {
-    'network': settings.get('network'),
+    'network': outcomes.settings.get('network'),
     'threats': ', '.join(' '.join(fields) for fields in threats_of(outcomes)),
-    'data': settings['data'],
+    'images': len(outcomes.labels),
+    'data': outcomes.settings['data']['sha256'][:12],
   }
 
 
 def _evaluated_how(run: Run) -> dict[str, Any]:
   """Returns what all evaluations of a table must share."""
   protocols = {
-    protocol: outcomes.settings
+    protocol: outcomes.settings['threats']
     for by_protocol in run.evaluations.values()
     for protocol, outcomes in by_protocol.items()
   }
-  first = run.primary.first
-  return {
-    'outer step': run.outer_step,
-    'images': len(first.labels),
-    'data': first.settings['data']['sha256'][:8],
-    'threats': _about(first)['threats'],
-    'protocols': ', '.join(protocols),
-    'attacks': {
-      f'{name} of {protocol}, {threat["norm"]}': attack
-      for protocol, settings in protocols.items()
-      for threat in settings['threats']
-      for name, attack in threat['attacks'].items()
-    },
+  about = _about(run.primary.first) | {'outer step': run.outer_step}
+  del about['network']
+  attacks = {
+    f'{protocol}.{name}.{threat["norm"]}': attack
+    for protocol, threats in protocols.items()
+    for threat in threats
+    for name, attack in threat['attacks'].items()
   }
+  fields = about | {'protocols': ', '.join(protocols)} | attacks
+  return {f'evaluation.{name}': value for name, value in fields.items()}

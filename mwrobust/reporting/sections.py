@@ -160,9 +160,9 @@ def verdict_parts(evaluated: Evaluated) -> list[Part]:
       'An image counts as correct under a threat if no attack within the '
       "threat's radius makes the network misclassify it. Min is the accuracy "
       'under the worst threat. Union counts the images that stay correct under '
-      'every threat: an adversary may choose. The interval says how far chance '
-      'in drawing the test images reaches: 95 % of such intervals contain the '
-      'accuracy on all images of this kind.'
+      'every threat, as an adversary may choose among them. The 95 % interval '
+      'allows for the number of test images: 95 of 100 such intervals contain '
+      'the accuracy on all images of this kind.'
     ),
     accuracy_table(evaluated.protocols),
   ]
