@@ -26,7 +26,7 @@ from benchmarks import timing
 from benchmarks.networks import Loaded, load
 from mwrobust import attacks
 from mwrobust.attacks import losses, spaces
-from mwrobust.document import markdown_table
+from mwrobust.reporting.document import markdown_table
 
 _PEERS = flags.DEFINE_bool('peers', False, 'Also time the peers.')
 _NETWORKS = flags.DEFINE_list(

@@ -1,9 +1,13 @@
-"""The networks that are timed, with random weights and a random batch."""
+"""The networks of the benchmarks: with random weights, or from a file."""
 
+import functools
+import os
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
+import numpy as np
+from flax import traverse_util
 
 from mwrobust import attacks, models
 
@@ -56,3 +60,26 @@ def load(network: str) -> Loaded:
   threats = attacks.six_threats(*eps)
   pairs = tuple((threat, ATTACKS[threat.norm]) for threat in threats)
   return Loaded(logits_fn, variables, images, labels, pairs)
+
+
+def load_trained(path: str | os.PathLike):
+  """Returns `logits_fn(variables, images)` and the variables of an .npz file.
+
+  The file has the parameters of a `cnn` by their paths, and its mean and std.
+  """
+  with np.load(path, allow_pickle=False) as arrays:
+    arrays = dict(arrays)
+  mean, std = (
+    tuple(arrays.pop(name).ravel().tolist()) for name in ('mean', 'std')
+  )
+  variables = traverse_util.unflatten_dict(arrays, sep='/')
+  params = variables['params']
+  model = models.create(
+    'cnn',
+    num_classes=len(params['Dense_1']['bias']),
+    mean=mean,
+    std=std,
+    features=tuple(len(params[f'Conv_{i}']['bias']) for i in (0, 1)),
+    hidden=len(params['Dense_0']['bias']),
+  )
+  return functools.partial(model.apply, train=False), variables

@@ -9,7 +9,7 @@ import numpy as np
 from benchmarks import timing
 from benchmarks.networks import load
 from mwrobust import attacks
-from mwrobust.document import markdown_table
+from mwrobust.reporting.document import markdown_table
 
 FOOLBOX = {
   'linf': foolbox.attacks.LinfPGD,

@@ -26,8 +26,8 @@ from benchmarks.training import make_job
 from mwrobust import attacks, datasets, steps, train
 from mwrobust import config as config_lib
 from mwrobust.attacks import losses, norms
-from mwrobust.document import markdown_table
 from mwrobust.job import make_batch
+from mwrobust.reporting.document import markdown_table
 
 _REPEATS = flags.DEFINE_integer('repeats', 5, 'Repeats; the best counts.')
 _DEVICES = flags.DEFINE_integer(

@@ -6,8 +6,8 @@
 
 `logits_fn` takes float32 images [B, H, W, C] in [0, 1] and returns the logits
 [B, K]; it may also be a pair `(logits_fn, params)`, and then `logits_fn(params,
-images)` is called. test.npz holds the arrays `images` and `labels`. Run the same
-command again to resume an evaluation that was interrupted.
+images)` is called. test.npz holds the arrays `images` and `labels`. Run the
+same command again to resume an evaluation that was interrupted.
 """
 
 import functools
@@ -82,7 +82,7 @@ def main(argv: list[str]) -> None:
       params=params,
       batch_size=given.batch_size,
       seed=given.seed,
-      check_stop=stop.check,
+      on_batch=lambda outcomes: stop.check(),
       about={'network': given.network},
     )
     outcomes = run(images, labels, protocol=given.protocol, folder=given.output)

@@ -24,22 +24,19 @@ from absl import flags
 from etils import epath
 
 from mwrobust import (
-  accuracies,
   attacks,
   command_line,
   datasets,
-  document,
-  evaluate,
-  health,
+  evaluation,
   models,
-  paper,
-  report,
-  runs,
   train,
 )
 from mwrobust import config as config_lib
 from mwrobust.errors import UserError, check_choice
+from mwrobust.evaluation import protocols
 from mwrobust.job import refuse_another_run, steps_per_outer_step
+from mwrobust.reporting import accuracies, document, paper, runs, training
+from mwrobust.reporting.writing import check_parts
 from mwrobust.runtime import devices, files
 from mwrobust.runtime.progress import format_duration
 
@@ -51,14 +48,14 @@ class TablePlan(NamedTuple):
     methods: those it needs, and what is shown of each beside its output, as
       `config.eval.others` has it.
     rows: what is shown of these; () for all, `('time',)` for the training.
-    restarts: random starts of the evaluation.
+    protocol: one that it needs, beside those of `config.eval.protocols`.
     config: the file the paper's own setting is in.
     one_seed: methods of which the first seed is enough.
   """
 
   methods: Mapping[str, tuple[str, ...]]
   rows: tuple[str, ...] = ()
-  restarts: int = 1
+  protocol: str = 'paper'
   config: str = 'mnist.py'
   one_seed: tuple[str, ...] = ()
 
@@ -78,7 +75,7 @@ TABLES = {
   'mnist': TablePlan(
     _POLICIES | dict.fromkeys(_SINGLE, ()), one_seed=tuple(_SINGLE)
   ),
-  'restarts': TablePlan(_POLICIES, restarts=20),
+  'restarts': TablePlan(_POLICIES, protocol='paper-20'),
   'time': TablePlan(dict.fromkeys(_SINGLE | _POLICIES, ()), ('time',)),
   'convexity': TablePlan({'multiplicative_weights': ('ensemble',)}),
 }
@@ -106,7 +103,7 @@ def plan(
     seeds: of the runs.
     folder: of their workdirs.
   """
-  if table == TABLES['convexity'] and runs.window(config) == 1:
+  if table == TABLES['convexity'] and config_lib.window(config) == 1:
     raise UserError('This table is about averages: it needs train.h > 1.')
   planned = []
   for method, others in table.methods.items():
@@ -119,6 +116,9 @@ def plan(
       ours.eval.others = tuple(
         kind for kind in config.eval.others if kind in (*others, 'recalibrated')
       )
+      ours.eval.protocols = tuple(
+        dict.fromkeys([*config.eval.protocols, table.protocol])
+      )
       workdir = folder / f'{method.replace(" ", "_")}-seed{seed}'
       config_lib.validate(ours)
       planned.append(PlannedRun(method, ours, workdir))
@@ -129,12 +129,13 @@ def plan(
 
 
 def gradient_evaluations(
-  config: ml_collections.ConfigDict, restarts: int
+  config: ml_collections.ConfigDict,
 ) -> tuple[int, int]:
-  """What training and evaluating will take, about.
+  """Estimates the gradients that training and evaluating take.
 
   Which threats a policy will choose is not known before: they count alike. Nor
-  is it known who will fall: every start attacks every image.
+  is it known which examples will fall: every attack counts for every image, so
+  the evaluation is an upper bound. Three forward passes count as a gradient.
   """
   known = datasets.SIZES[config.data.name]
   asked = (
@@ -147,7 +148,7 @@ def gradient_evaluations(
   )
   steps = {
     threat.name: attack.steps
-    for threat, attack in config_lib.make_pairs(config, 'train')
+    for threat, attack in config_lib.make_pairs(config)
   }
   policy = config_lib.make_policy(config)
   attack_steps = statistics.mean(steps.values())
@@ -163,23 +164,31 @@ def gradient_evaluations(
   validations = schedule.T + policy.validates_first
   training += validations * validation_size * sum(steps.values())
 
-  eval_steps = sum(
-    attack.steps for _, attack in config_lib.make_pairs(config, 'eval')
-  )
-  h = runs.window(config)
+  h = config_lib.window(config)
   # Of networks: an ensemble takes a gradient of each of its members.
   sizes = {'last': 1, 'average': 1, 'recalibrated': 1, 'ensemble': h}
-  output = runs.output_kind(config)
+  output = 'ensemble' if config.algorithm == 'ensemble' else 'average'
   evaluated = {output, *config.eval.others} if h > 1 else {output}
-  networks = sum(sizes[kind] for kind in evaluated)
-  starts = networks * restarts * (1 + config.eval.strict)
-  evaluation = starts * test_size * eval_steps
-  # The ways of the probes, one of which has twice the steps; then the radii.
-  health_size = min(config.eval.health_examples, test_size)
-  curve_size = min(health_size, health.CURVE_EXAMPLES)
-  more = (len(health.WAYS) + 1) * health_size + len(health.RADII) * curve_size
-  evaluation += sizes[output] * more * eval_steps
-  return round(training), round(evaluation)
+  evaluation_cost = sum(sizes[kind] for kind in evaluated) * sum(
+    test_size * _protocol_cost(config, name) for name in config.eval.protocols
+  )
+  radii = len(evaluation.RADII)
+  curve_size = min(config.eval.curve_examples, test_size)
+  evaluation_cost += (
+    sizes[output] * radii * curve_size * _protocol_cost(config, 'fast')
+  )
+  return round(training), round(evaluation_cost)
+
+
+def _protocol_cost(config: ml_collections.ConfigDict, name: str) -> float:
+  """Returns the gradients that a protocol takes for an image, at most."""
+  protocol = protocols.make_protocol(name, classes=10)
+  costs = [
+    protocols.evaluations(attack)
+    for threat in config_lib.make_threats(config)
+    for attack in protocol.stages[threat.norm].values()
+  ]
+  return sum(gradients + forwards / 3 for gradients, forwards in costs)
 
 
 def seconds_per_gradient(config: ml_collections.ConfigDict) -> float:
@@ -217,8 +226,8 @@ def seconds_per_gradient(config: ml_collections.ConfigDict) -> float:
   return min(times[1:]) / (steps * len(images))
 
 
-def describe_plan(planned: Sequence[PlannedRun], restarts: int) -> str:
-  """The runs with their cost, and the hours that are left.
+def describe_plan(planned: Sequence[PlannedRun]) -> str:
+  """Describes the runs with their cost, and the hours that are left.
 
   Refuses, before the first of them begins, a workdir with another run in it.
   """
@@ -227,22 +236,18 @@ def describe_plan(planned: Sequence[PlannedRun], restarts: int) -> str:
   seconds = seconds_per_gradient(planned[0].config)
   rows, left = [], 0
   for run in planned:
-    # A run is evaluated with the starts of its own config, too.
-    evaluation = remaining = 0
-    for starts in dict.fromkeys([run.config.eval.restarts, restarts]):
-      training, gradients = gradient_evaluations(run.config, starts)
-      status, done = _status(run, starts)
-      evaluation += gradients
-      remaining += gradients if status != 'done' else 0
-    if remaining:
-      remaining += max(0, training - done)
+    training_cost, evaluation_cost = gradient_evaluations(run.config)
+    status, trained = _status(run)
+    remaining = 0
+    if status != 'done':
+      remaining = max(0, training_cost - trained) + evaluation_cost
     left += remaining
     rows.append(
       [
         str(run.workdir),
         status,
-        f'{training:,}',
-        f'{evaluation:,}',
+        f'{training_cost:,}',
+        f'{evaluation_cost:,}',
         f'{remaining * seconds / 3600:.2f}',
       ]
     )
@@ -251,61 +256,56 @@ def describe_plan(planned: Sequence[PlannedRun], restarts: int) -> str:
     document.markdown_table(header, rows)
     + '\n\nIn gradient evaluations, one image once forward and back; '
     f'{1 / seconds:,.0f} of them a second in a probe on one device, '
-    f'{jax.devices()[0].device_kind}.\n'
-    f'About {format_duration(left * seconds)} left in all.'
+    f'{jax.devices()[0].device_kind}. The evaluation takes less if images '
+    f'fall early.\nAt most about {format_duration(left * seconds)} left in all.'
   )
 
 
-def _status(run: PlannedRun, restarts: int) -> tuple[str, float]:
-  """`'new'`, `'begun'` or `'done'`; and the gradients of training so far."""
+def _status(run: PlannedRun) -> tuple[str, float]:
+  """Returns `'new'`, `'begun'` or `'done'`, and the training's gradients."""
   if not (run.workdir / 'config.json').exists():
     return 'new', 0
   last = (runs.read_metrics(run.workdir) or [{'gradient_evaluations': 0}])[-1]
-  T = run.config.train.T  # noqa: N806
-  whole = last.get('outer_step') == T
+  whole = last.get('outer_step') == run.config.train.T
   trained = math.inf if whole else last['gradient_evaluations']
   try:
-    loaded = runs.load(run.workdir, _settings(run, restarts))
+    loaded = runs.load(run.workdir)
   except UserError:
     return 'begun', trained
-  others = (
-    runs.network_name(kind, run.config) for kind in run.config.eval.others
+  evaluated = {
+    (network, protocol)
+    for network, by_protocol in loaded.evaluations.items()
+    for protocol in by_protocol
+  }
+  output = 'ensemble' if run.config.algorithm == 'ensemble' else 'average'
+  wanted = {
+    (config_lib.network_name(kind, run.config), protocol)
+    for kind in (output, *run.config.eval.others)
+    for protocol in run.config.eval.protocols
+  }
+  count = run.config.eval.examples or datasets.SIZES[run.config.data.name][2]
+  is_done = (
+    loaded.outer_step == run.config.train.T
+    and wanted <= evaluated
+    and len(loaded.primary.first.labels) == count
+    and (loaded.output in loaded.curves or not run.config.eval.curve_examples)
   )
-  wanted = {loaded.output, *others}
-  if run.config.eval.strict:
-    wanted |= {f'{name}, strict' for name in wanted}
-  checked = not run.config.eval.health_examples or (
-    loaded.output in loaded.probes and loaded.output in loaded.widened
-  )
-  is_done = loaded.outer_step == T and wanted <= loaded.evaluations.keys()
-  return 'done' if is_done and checked else 'begun', trained
-
-
-def _settings(run: PlannedRun, restarts: int) -> str:
-  config = run.config.copy_and_resolve_references()
-  config.eval.restarts = restarts
-  return evaluate.changed_settings(config, run.workdir)
+  return 'done' if is_done else 'begun', trained
 
 
 # ------------------------------------------------------------------- the table
 
 
 def run_missing(
-  planned: Sequence[PlannedRun],
-  restarts: int,
-  say: Callable[[str], None],
+  planned: Sequence[PlannedRun], say: Callable[[str], None]
 ) -> list[runs.Run]:
-  """Trains and evaluates what is not there yet; goes on with what is begun."""
+  """Trains and evaluates what is not there yet; resumes what is begun."""
   found = []
   for number, run in enumerate(planned, start=1):
     say(f'\n---- run {number} of {len(planned)}: {run.workdir}')
-    if _status(run, run.config.eval.restarts)[0] != 'done':
+    if _status(run)[0] != 'done':
       train.train_and_evaluate(run.config, str(run.workdir), say)
-    if _status(run, restarts)[0] != 'done':
-      config = run.config.copy_and_resolve_references()
-      config.eval.restarts = restarts
-      evaluate.evaluate_run(config, str(run.workdir), say)
-    found.append(runs.load(run.workdir, _settings(run, restarts)))
+    found.append(runs.load(run.workdir))
   return found
 
 
@@ -318,7 +318,7 @@ def accuracy_section(
     (method, network)
     for method, others in table.methods.items()
     for network in dict.fromkeys(
-      [*(runs.network_name(kind, config) for kind in others), output]
+      [*(config_lib.network_name(kind, config) for kind in others), output]
     )
   ]
   return 'Accuracy', accuracies.accuracy_parts(found, columns, table.rows)
@@ -350,7 +350,7 @@ def time_section(
   header = ['training', 'hours', over, 'paper, hours', f'paper, {over}']
   return 'Training time', [
     document.table(header, rows),
-    document.text(accuracies.comparability(found[0].config)),
+    document.text(accuracies.other_fields(found[0].config)),
   ]
 
 
@@ -370,14 +370,11 @@ def as_json(found: Sequence[runs.Run]) -> dict[str, Any]:
           for field in ('gradient_evaluations', 'seconds')
         },
         'accuracies': {
-          network: outcomes.accuracies()
-          | {'images': len(outcomes.labels), 'starts': outcomes.restarts}
-          for network, outcomes in run.evaluations.items()
-        },
-        'unions': {
-          network: health.unions(run.evaluations[network], probed)
-          | {'images': len(probed.labels)}
-          for network, probed in run.probes.items()
+          network: {
+            protocol: outcomes.accuracies() | {'images': len(outcomes.labels)}
+            for protocol, outcomes in by_protocol.items()
+          }
+          for network, by_protocol in run.evaluations.items()
         },
       }
       for run in found
@@ -426,9 +423,9 @@ def main(argv: list[str]) -> None:
     raise UserError('Run this once, not in each task: srun --ntasks=1.')
   say = functools.partial(print, flush=True)
   planned = plan(table, given.config, seeds, folder)
-  say(describe_plan(planned, table.restarts))
+  say(describe_plan(planned))
   if not given.dry_run:
-    found = run_missing(planned, table.restarts, say)
+    found = run_missing(planned, say)
     output = epath.Path(given.output or folder / given.table)
     write(given.table, table, found, output, say)
 
@@ -451,12 +448,12 @@ def write(
   """
   runs.check_mergeable(found)
   make_section = time_section if table.rows == ('time',) else accuracy_section
-  setting = report.describe(found[0].config, shared=True)
+  setting = config_lib.describe(found[0].config, shared=True)
   sections = [
-    ('Setting', [document.text(setting), report.seeds_part(found)]),
+    ('Setting', [document.text(setting), training.seeds_part(found)]),
     make_section(table, found),
-    ('Were the attacks strong enough?', report.health_parts(found)),
-    ('Cost', [report.cost_table(found)]),
+    ('Can these figures be believed?', check_parts(found)),
+    ('Cost', [training.cost_table(found)]),
   ]
   say('\n' + document.to_markdown(sections))
   title = f"The paper's table {name}, on {found[0].config.data.name}"

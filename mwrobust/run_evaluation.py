@@ -129,7 +129,7 @@ def _evaluate_network(
     seed=job.config.seed,
     folder=workdir / 'eval' / f'{name}_{protocol}_{digest}',
     about=about,
-    check_stop=check_stop,
+    on_batch=lambda outcomes: check_stop(),
   )
 
 

@@ -456,14 +456,14 @@ import test_evaluation as t
 from mwrobust.evaluation import survivors
 survivors.SECONDS_BETWEEN_SAVES = -1
 calls = 0
-def check_stop():
+def on_batch(outcomes):
   global calls
   calls += 1
   if calls == {after}:
     {end}
 t.quietly(
   t.logits_fn, *t.make_examples(), t.THREATS, params=t.weights(),
-  protocol=t.OWN, batch_size=8, folder={folder!r}, check_stop=check_stop,
+  protocol=t.OWN, batch_size=8, folder={folder!r}, on_batch=on_batch,
 )
 """
 
@@ -500,13 +500,13 @@ def test_killed_it_resumes_to_the_same_bytes(tmp_path):
 def test_a_second_process_in_the_folder_is_refused(tmp_path, examples):
   refused = []
 
-  def check_stop():
+  def on_batch(outcomes):
     if not refused:
       refused.append(in_another_process(tmp_path))
 
   quietly(
     logits_fn, *examples, THREATS[0], params=weights(), protocol=OWN,
-    folder=tmp_path, check_stop=check_stop,
+    folder=tmp_path, on_batch=on_batch,
   )  # fmt: skip
   assert refused[0].returncode != 0
   assert str(os.getpid()) in refused[0].stderr

@@ -1,5 +1,6 @@
 """Our attacks are no weaker than those of Foolbox and AutoAttack."""
 
+import contextlib
 import json
 import pathlib
 
@@ -8,8 +9,8 @@ import jax
 import numpy as np
 import pytest
 
-from benchmarks import sequence
-from mwrobust import attacks
+from benchmarks import networks
+from mwrobust import attacks, evaluation
 
 DATA = pathlib.Path(__file__).parent / 'data'
 TINY = json.loads((DATA / 'tiny_peers.json').read_text())
@@ -63,18 +64,29 @@ def test_autoattacks_order_leaves_no_more_than_the_original(name, norm, digits):
   digits: torchattacks, for l1 the original AutoAttack.
   """
   (images, labels), _ = digits
-  data = [images[:100], labels[:100], np.arange(100, dtype=np.int32)]
   theirs = TINY[name]['norms'][norm]
   threat = attacks.Threat(norm=norm, eps=theirs['eps'])
-  logits_fn, variables = sequence.load_network(DATA / f'{name}.npz')
-  stands = np.array(logits_fn(variables, data[0]).argmax(axis=1) == data[1])
-  assert 100 * stands.mean() == TINY[name]['natural']
-  for attack_name, attack in sequence.standard(norm).items():
-    if 100 * stands.mean() > min(theirs['accuracy'].values()):
-      step = sequence.make_step(logits_fn, threat, attack)
-      sequence.attack_survivors(
-        step, attack.tries, variables, data, stands, batch_size=50
-      )
+  logits_fn, variables = networks.load_trained(DATA / f'{name}.npz')
+
+  def stop_below(outcomes):
+    if outcomes.accuracies()['min'] <= min(theirs['accuracy'].values()):
+      raise StopIteration  # What is left can only be less.
+
+  found = []
+  with contextlib.suppress(StopIteration):
+    evaluation.evaluate(
+      logits_fn,
+      images[:100],
+      labels[:100],
+      threat,
+      params=variables,
+      progress=False,
+      on_batch=lambda outcomes: (found.append(outcomes), stop_below(outcomes)),
+    )
+  outcomes = found[-1]
+  assert 100 * outcomes.natural.mean() == TINY[name]['natural']
+  for stage, attack in enumerate(theirs['accuracy']):
     # Two images are within the luck of random starts.
-    assert 100 * stands.mean() <= theirs['accuracy'][attack_name] + 2
-  assert 100 * stands.mean() <= theirs['accuracy']['Square']
+    accuracy = outcomes.accuracies_after(stage)['min']
+    assert accuracy <= theirs['accuracy'][attack] + 2
+  assert outcomes.accuracies()['min'] <= theirs['accuracy']['Square']

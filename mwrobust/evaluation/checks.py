@@ -56,8 +56,8 @@ def _zero_gradients(outcomes: Outcomes) -> Check:
   return Check(
     'zero gradients',
     bool(stuck[worst] <= POINTS),
-    f'{stuck[worst]:.1f} % of the images stand while their gradient is exactly '
-    f'zero, at most, under {outcomes.threats[worst]}.',
+    f'At most {stuck[worst]:.1f} % of the images stay correct while their '
+    f'gradient is exactly zero, under {outcomes.threats[worst]}.',
     'Gradient attacks cannot move these images. Evaluate the network in '
     'float32, and without quantisation or saturated activations.',
   )
@@ -94,8 +94,9 @@ def _later_attacks(outcomes: Outcomes) -> Check:
   return Check(
     'gradient masking',
     bool(gains[worst] <= 3),
-    f'{" and ".join(names[a] for a in others)} fell {gains[worst]:.1f} points '
-    f'of what climbs had left, at most, under {outcomes.threats[worst]}.',
+    f'After the gradient climbs, {" and ".join(names[a] for a in others)} '
+    f'lowered the accuracy by {gains[worst]:.1f} more points, under '
+    f'{outcomes.threats[worst]}.',
     'The network masks its gradients there. The figures of this protocol hold '
     'as upper bounds; those of PGD alone do not. In training, use more steps '
     'and starts from larger balls.',
@@ -112,8 +113,9 @@ def _gradient_free(outcomes: Outcomes) -> Check:
   return Check(
     'gradient-free attack',
     bool(gains[worst] <= POINTS),
-    f'Square, which uses no gradients, fells {gains[worst]:.1f} points of what '
-    f'gradients left, at most, under {outcomes.threats[worst]}.',
+    f'Square, which uses no gradients, lowered the accuracy by '
+    f'{gains[worst]:.1f} points after all gradient attacks, under '
+    f'{outcomes.threats[worst]}.',
     'Gradients do not show the way there, so the true accuracy may be lower '
     'still: attack with more queries, attacks.square(20000).',
   )

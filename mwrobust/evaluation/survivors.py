@@ -56,7 +56,7 @@ def evaluate(
   pictures: int = 8,
   about: Mapping[str, Any] | None = None,
   progress: bool = True,
-  check_stop: Callable[[], None] = lambda: None,
+  on_batch: Callable[[Outcomes], None] = lambda outcomes: None,
 ) -> Outcomes:
   """Measures how robust a network is.
 
@@ -79,7 +79,8 @@ def evaluate(
     pictures: of how many images the adversarial images are kept.
     about: what else to write into `outcomes.settings`.
     progress: show on stderr how far it is and how long it will take.
-    check_stop: called between batches; may raise to stop.
+    on_batch: called after each batch with the outcomes so far; may raise to
+      stop the evaluation.
   """
   inputs.check_count('batch_size', batch_size, lowest=1)
   inputs.check_count('seed', seed, lowest=0)
@@ -109,7 +110,7 @@ def evaluate(
     shown = stack.enter_context(_Shown(outcomes, passes, protocol, progress))
     for done, batches in _attack_survivors(outcomes, rows, passes, attack):
       shown.update(done, batches)
-      check_stop()
+      on_batch(outcomes)
       if path and time.monotonic() - last_save > SECONDS_BETWEEN_SAVES:
         outcomes.save(path)
         last_save = time.monotonic()
@@ -374,7 +375,7 @@ class _Programs:
   ):
     self._rows, self._protocol = rows, protocol
     self._examples = *examples, np.arange(len(examples.labels), dtype=np.int32)
-    self.batch_size = _batch_size(batch_size, len(examples.labels))
+    self.batch_size = actual_batch_size(batch_size, len(examples.labels))
     self._network = network
     self._arrays = jax.device_put(network.arrays, devices.replicated())
     keys = [
@@ -564,7 +565,7 @@ def _batches(count: int, size: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
     yield places, np.resize(places, size)
 
 
-def _batch_size(most: int, count: int) -> int:
+def actual_batch_size(most: int, count: int) -> int:
   """Returns how many examples a batch has, over all devices."""
   if jax.default_backend() == 'cpu':
     most = min(most, _CPU_BATCH_SIZE * jax.device_count())
