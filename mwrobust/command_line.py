@@ -4,7 +4,6 @@ import fractions
 import functools
 import os
 import pathlib
-import re
 import sys
 import traceback
 from collections.abc import Callable
@@ -112,20 +111,35 @@ def number(text: str, field: str) -> float:
   """
   try:
     return float(fractions.Fraction(text.replace(' ', '')))
-  except (ValueError, ZeroDivisionError) as error:
+  except (ValueError, ArithmeticError) as error:
     raise UserError(
       f'{field}={text} must be a number, such as 0.3 or 8/255.'
     ) from error
 
 
-def _without_fractions(arg: str) -> str:
-  """Writes `--config.threats.eps_linf=8/255` as a decimal number."""
-  name, equals, value = arg.partition('=')
-  if name.lstrip('-').startswith('config.') and re.fullmatch(
-    r'[\d.]+/[\d.]+', value
-  ):
-    return f'{name}{equals}{number(value, name)!r}'
-  return arg
+def without_fractions(argv: list[str]) -> list[str]:
+  """Writes the fractions of `--config` fields that are numbers as decimals.
+
+  >>> without_fractions(['--config.threats.eps_linf=51/255', '--workdir=1/2'])
+  ['--config.threats.eps_linf=0.2', '--workdir=1/2']
+  """
+  fields = config_lib.flatten(config_lib.base())
+  numbers = {
+    f'--config.{field}'
+    for field, value in fields.items()
+    if isinstance(value, float)
+  }
+  found, previous = [], ''
+  for arg in argv:
+    name, equals, value = arg.partition('=')
+    if not equals:  # A flag's value may be a word of its own.
+      name, value = previous, arg
+    previous = arg
+    if name in numbers and '/' in value:
+      value = repr(number(value, name))
+      arg = f'{name}={value}' if equals else value
+    found.append(arg)
+  return found
 
 
 def no_arguments(argv: list[str]) -> None:
@@ -144,7 +158,7 @@ def _parse(
         config_lib.check_field(word.removeprefix('config.'))
     if default_config and 'config' not in given:
       argv = [argv[0], f'--config={default_config(given)}', *argv[1:]]
-    argv = [argv[0], *map(_without_fractions, argv[1:])]
+    argv = [argv[0], *without_fractions(argv[1:])]
     rest = app.parse_flags_with_usage(argv)
     if default_config:
       _ = flags.FLAGS.config.preset  # What could not be read says so now.

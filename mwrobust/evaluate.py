@@ -14,7 +14,6 @@ import functools
 import importlib
 import os
 import sys
-import zipfile
 from typing import Any
 
 import jax
@@ -51,14 +50,18 @@ def define_flags() -> None:
     list(evaluation.PROTOCOLS),
     'How hard the attacks try; see mwrobust/evaluation/protocols.py.',
   )
-  flags.DEFINE_integer('examples', 0, 'The first so many images; 0 for all.')
-  flags.DEFINE_integer(
-    'curve_examples',
-    100,
-    'On the first so many, the accuracy as the radii grow; 0 for none.',
-  )
-  flags.DEFINE_integer('batch_size', 250, 'At most so many images at once.')
-  flags.DEFINE_integer('seed', 0, 'Of everything random.')
+  for name, default, lowest, text in (
+    ('examples', 0, 0, 'The first so many images; 0 for all.'),
+    (
+      'curve_examples',
+      100,
+      0,
+      'On the first so many, the accuracy as the radii grow; 0 for none.',
+    ),
+    ('batch_size', 250, 1, 'At most so many images at once.'),
+    ('seed', 0, 0, 'Of everything random.'),
+  ):
+    flags.DEFINE_integer(name, default, text, lower_bound=lowest)
   flags.DEFINE_string(
     'output', None, 'Folder of the outcomes and the page.', required=True
   )
@@ -117,41 +120,40 @@ def make_threats(
     raise UserError('Give at least one radius: --linf=8/255, --l2, --l1.')
   for name in names:
     check_choice('--spaces', name, spaces.SPACES)
+  return [
+    _make_threat(name, norm, text)
+    for name in names
+    for norm, text in radii.items()
+    if text
+  ]
+
+
+def _make_threat(space: str, norm: str, text: str) -> attacks.Threat:
+  eps = command_line.number(text, f'--{norm}')
   try:
-    return [
-      attacks.Threat(
-        space=name, norm=norm, eps=command_line.number(text, f'--{norm}')
-      )
-      for name in names
-      for norm, text in radii.items()
-      if text
-    ]
-  except UserError:
-    raise
+    return attacks.Threat(space=space, norm=norm, eps=eps)
   except ValueError as error:
-    raise UserError(str(error)) from error
+    raise UserError(f'--{norm}={text}: {error}') from error
 
 
 def load_examples(path: str, count: int) -> tuple[np.ndarray, np.ndarray]:
   """Reads the images and labels of an .npz file."""
   try:
-    with np.load(path, allow_pickle=False) as arrays:
-      for names in _ARRAYS:
-        if all(name in arrays for name in names):
-          images, labels = (arrays[name] for name in names)
-          break
-      else:
-        raise UserError(
-          f'--data={path} has the arrays {", ".join(arrays) or "none"}: it '
-          'must have images and labels.'
-        )
-  except (OSError, ValueError, EOFError, zipfile.BadZipFile) as error:
-    if isinstance(error, UserError):
-      raise
+    with np.load(path, allow_pickle=False) as file:
+      there = list(file)
+      names = next((n for n in _ARRAYS if set(n) <= set(there)), ())
+      arrays = [np.atleast_1d(file[name]) for name in names]
+  except Exception as error:  # A damaged archive raises many kinds.
     raise UserError(
       f'--data={path} cannot be read ({error}): it must be an .npz file with '
       'images and labels, as numpy.savez writes it.'
     ) from error
+  if not arrays:
+    raise UserError(
+      f'--data={path} has the arrays {", ".join(there) or "none"}: it must '
+      'have images and labels.'
+    )
+  images, labels = arrays
   if count > len(labels):
     raise UserError(
       f'--examples={count} is more than the {len(labels)} in {path}.'
@@ -164,13 +166,14 @@ def load_network(text: str) -> tuple[Any, Any]:
 
   A module in the current folder is found, too.
   """
-  module_name, colon, name = text.partition(':')
-  if not (module_name and colon and name):
+  module_name, _, name = text.partition(':')
+  if not (module_name and name) or module_name.startswith('.'):
     raise UserError(
       f'--network={text} must be module:function, such as '
       'my_package.nets:logits_fn.'
     )
-  sys.path.insert(0, os.getcwd())
+  folder = os.getcwd()
+  sys.path.insert(0, folder)
   try:
     module = importlib.import_module(module_name)
   except ImportError as error:
@@ -179,16 +182,21 @@ def load_network(text: str) -> tuple[Any, Any]:
       f'({error}). Run from its folder, or install it.'
     ) from error
   finally:
-    sys.path.remove(os.getcwd())
+    sys.path.remove(folder)
   if not hasattr(module, name):
     raise UserError(
       f'--network={text}: {module_name} has no {name}. It has: '
       f'{", ".join(n for n in vars(module) if not n.startswith("_"))}.'
     )
-  network = getattr(module, name)
+  network, params = getattr(module, name), None
   if isinstance(network, tuple) and len(network) == 2:
-    return network
-  return network, None
+    network, params = network
+  if not callable(network):
+    raise UserError(
+      f'--network={text} is a {type(network).__name__}: it must be a function '
+      'of images, or a pair of a function and its parameters.'
+    )
+  return network, params
 
 
 if __name__ == '__main__':

@@ -1,6 +1,8 @@
 """Outcomes and runs made by hand, for reports: nothing is trained."""
 
 import json
+import re
+import shutil
 
 import numpy as np
 
@@ -167,3 +169,74 @@ def run_evaluations(seed=0, **more):
     **about() | more,
   )
   return [*found, curve]
+
+
+def copy_run(source, target, alter=None, **fields):
+  """Copies a run, as if it had been made with another config.
+
+  Args:
+    source: its workdir.
+    target: that of the copy.
+    alter: changes each of its `Outcomes`.
+    **fields: of the config, `{'policy.name': 'greedy'}`.
+  """
+  shutil.copytree(source, target)
+  config = json.loads((target / 'config.json').read_text())
+  for field, value in fields.items():
+    group, _, name = field.rpartition('.')
+    (config[group] if group else config)[name] = value
+  (target / 'config.json').write_text(json.dumps(config))
+  if alter:
+    for path in (target / 'eval').glob('*/outcomes.npz'):
+      outcomes = Outcomes.load(path)
+      alter(outcomes)
+      outcomes.save(path)
+  return target
+
+
+def evaluations_of(workdir):
+  """Returns the outcomes of a run by network and protocol, without curves."""
+  found = {}
+  for path in (workdir / 'eval').glob('*/outcomes.npz'):
+    outcomes = Outcomes.load(path)
+    settings = outcomes.settings
+    if len(settings['radii']) == 1:
+      found[settings['network'], settings['protocol']] = outcomes
+  return found
+
+
+def remove_evaluations(workdir, of):
+  """Removes the evaluations of a run whose settings `of(settings)` accepts."""
+  for path in (workdir / 'eval').glob('*/outcomes.npz'):
+    if of(Outcomes.load(path).settings):
+      shutil.rmtree(path.parent)
+
+
+# ---------------------------------------------------------------- what is said
+
+
+def ignore(text):
+  """Says nothing."""
+  del text
+
+
+def section(markdown, heading):
+  """Returns what is below a heading."""
+  _, found, after = f'\n{markdown}'.partition(f'\n## {heading}\n')
+  assert found, heading
+  return after.partition('\n## ')[0]
+
+
+def tables_of(text):
+  """Returns each Markdown table: a dict by row, then by column."""
+  found = []
+  for block in re.findall(r'(?:^\|.*\|\n?)+', text, re.MULTILINE):
+    lines = [
+      [cell.strip() for cell in line.strip('|').split('|')]
+      for line in block.strip().splitlines()
+    ]
+    assert len({len(line) for line in block.strip().splitlines()}) == 1
+    header, rule, *rows = lines
+    assert set(''.join(rule)) == {'-'}
+    found.append({row[0]: dict(zip(header, row, strict=True)) for row in rows})
+  return found

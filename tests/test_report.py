@@ -12,7 +12,16 @@ import numpy as np
 import pytest
 import scipy.stats
 from browser import browse
-from made import SIX, about, make_outcomes, make_run, run_evaluations
+from made import (
+  SIX,
+  about,
+  ignore,
+  make_outcomes,
+  make_run,
+  run_evaluations,
+  section,
+  tables_of,
+)
 
 from mwrobust import attacks, evaluation, reporting
 from mwrobust.errors import UserError
@@ -26,32 +35,6 @@ HEADINGS = (
   'Cost',
 )
 RUN_HEADINGS = (*HEADINGS, 'Training', 'All networks of this run')
-
-
-def ignore(text):
-  del text
-
-
-def section(markdown, heading):
-  """What is below a heading."""
-  _, found, after = f'\n{markdown}'.partition(f'\n## {heading}\n')
-  assert found, heading
-  return after.partition('\n## ')[0]
-
-
-def tables_of(text):
-  """The Markdown tables: a dict by row, then by column, for each."""
-  found = []
-  for block in re.findall(r'(?:^\|.*\|\n?)+', text, re.MULTILINE):
-    lines = [
-      [cell.strip() for cell in line.strip('|').split('|')]
-      for line in block.strip().splitlines()
-    ]
-    assert len({len(line) for line in block.strip().splitlines()}) == 1
-    header, rule, *rows = lines
-    assert set(''.join(rule)) == {'-'}
-    found.append({row[0]: dict(zip(header, row, strict=True)) for row in rows})
-  return found
 
 
 def words_of(text):
