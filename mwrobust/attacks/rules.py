@@ -24,6 +24,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from mwrobust.attacks.geometry import Ball, Domain
 
@@ -161,50 +162,63 @@ def _apgd_update(
   AutoAttack's rule: x' = P(x + 0.75 (P(x + size d) - x) + 0.25 (x - x_old)).
   With l1 there is no momentum, and the checks adapt how sparse the steps are.
   """
-  rises = state.rises + (point.loss > state.last_loss)
   best = _where(point.loss > state.best.loss, point, state.best)
-  support = _support(best.delta, step)
+  rises = state.rises + (point.loss > state.last_loss)
+  state = state._replace(best=best, last_loss=point.loss, rises=rises)
 
-  # ---- look back
+  # Whether to look back and whether to renew is the same for the whole batch:
+  # a `cond` does it only where it is due.
+  state, start = lax.cond(
+    step.checks,
+    lambda: _apgd_look_back(state, point, step, domain),
+    lambda: (state, point),
+  )
+
+  def propose():
+    x, old = start.delta, state.previous
+    proposal = x + state.size * ball.ascend(
+      x, start.gradient, domain, state.keep
+    )
+    proposal = ball.project_for_momentum(proposal, domain, step.eps)
+    share = jnp.where(state.moved & ~step.sparse, 0.75, 1.0)
+    return x + share * (proposal - x) + (1 - share) * (x - old)
+
+  delta = lax.cond(step.renews, lambda: best.delta, propose)
+  delta = ball.project(delta, domain, step.eps)
+
+  def renew():
+    keep, support = _fewer(delta, step, domain), _support(delta, step)
+    return _apgd_begin(delta, step, keep, support)
+
+  def step_on():
+    moved = jnp.ones_like(state.moved)
+    return state._replace(previous=start.delta, moved=moved)
+
+  return lax.cond(step.renews, renew, step_on), delta
+
+
+def _apgd_look_back(
+  state: ApgdState, point: Point, step: Step, domain: Domain
+) -> tuple[ApgdState, Point]:
+  """Adapts the steps; returns also where the next one starts."""
+  best = state.best
+  support = _support(best.delta, step)
   shrank = support < 0.95 * state.support
   sparse_size = jnp.where(shrank, step.eps, state.size / 1.5)
   sparse_size = jnp.clip(sparse_size, step.eps / 10, step.eps)
-  stalls = rises <= 0.75 * step.window
+  stalls = state.rises <= 0.75 * step.window
   stalls |= ~state.reduced & (state.loss_at_check >= best.loss)
   dense_size = jnp.where(stalls, state.size / 2, state.size)
-
-  def adapt(value, now):
-    return jnp.where(step.checks, value, now)
-
-  goes_back = step.checks & jnp.where(step.sparse, shrank, stalls)
-  size = adapt(jnp.where(step.sparse, sparse_size, dense_size), state.size)
-  keep = adapt(_fewer(best.delta, step, domain), state.keep)
-  start = _where(goes_back, best, point)
-
-  # ---- step
-  x, old = start.delta, state.previous
-  proposal = x + size * ball.ascend(x, start.gradient, domain, keep)
-  proposal = ball.project_for_momentum(proposal, domain, step.eps)
-  share = jnp.where(state.moved & ~step.sparse, 0.75, 1.0)
-  proposal = x + share * (proposal - x) + (1 - share) * (x - old)
-  delta = jnp.where(step.renews, best.delta, proposal)
-  delta = ball.project(delta, domain, step.eps)
-
-  stepped = ApgdState(
-    previous=x,
-    moved=jnp.ones_like(state.moved),
-    size=size,
-    best=best,
-    last_loss=point.loss,
-    rises=adapt(jnp.zeros_like(rises), rises),
-    loss_at_check=adapt(best.loss, state.loss_at_check),
-    reduced=adapt(stalls, state.reduced),
-    keep=keep,
-    support=adapt(support, state.support),
+  adapted = state._replace(
+    size=jnp.where(step.sparse, sparse_size, dense_size),
+    rises=jnp.zeros_like(state.rises),
+    loss_at_check=best.loss,
+    reduced=stalls,
+    keep=_fewer(best.delta, step, domain),
+    support=support,
   )
-  support = _support(delta, step)
-  renewed = _apgd_begin(delta, step, _fewer(delta, step, domain), support)
-  return _where(step.renews, renewed, stepped), delta
+  goes_back = jnp.where(step.sparse, shrank, stalls)
+  return adapted, _where(goes_back, best, point)
 
 
 def _support(delta: Array, step: Step, where: Array | None = None) -> Array:

@@ -254,17 +254,20 @@ class _Mass:
 
   def bump(self, rows: Array, columns: Array, side: Array, axis: Array):
     """Returns two hills of opposite signs, beside or below each other."""
-    along = jnp.where(axis, rows, columns)
-    across = jnp.where(axis, columns, rows)
-    long = jnp.where(axis, side[0], side[1]).astype(jnp.float32)
-    wide = jnp.where(axis, side[1], side[0]).astype(jnp.float32)
-    second = along >= long / 2
-    centre = jnp.floor(jnp.where(second, 0.75, 0.25) * long)
-    away = jnp.maximum(
-      jnp.abs(along - centre), jnp.abs(across - jnp.floor(wide / 2))
-    )
-    hill = 1 / (1 + 1.5 * away) if self.power == 2 else (1 + away) ** -3.6
-    return jnp.where(second, -hill, hill)
+    down, by_row = self.hills(rows, side[0], axis)
+    right, by_column = self.hills(columns, side[1], ~axis)
+    return down * right * jnp.minimum(by_row, by_column)
+
+  def hills(self, place: Array, side: Array, double: Array):
+    """Returns the signs and heights along one side: one hill, or two.
+
+    A power is expensive, so it is taken along the sides and not in the plane.
+    """
+    second = double & (place >= side / 2)
+    middle = jnp.where(second, 0.75, jnp.where(double, 0.25, 0.5))
+    away = jnp.abs(place - jnp.floor(middle * side))
+    height = 1 / (1 + 1.5 * away) if self.power == 2 else (1 + away) ** -3.6
+    return jnp.where(second, -1, 1), height
 
   def start(self, random: Array, eps: Array) -> Array:
     """Returns a grid of bumps, far outside of the ball.
@@ -275,7 +278,7 @@ class _Mass:
     rows = jnp.arange(self.grid.height)[:, None, None]
     columns = jnp.arange(self.grid.width)[None, :, None]
     side = jnp.array([tile, tile])
-    bumps = self.bump(rows % tile, columns % tile, side, True)
+    bumps = self.bump(rows % tile, columns % tile, side, jnp.bool_(True))
     high = math.ceil(self.grid.height / tile)
     signs = _signs(random).reshape(high, -1, self.grid.channels)
     signs = jnp.repeat(jnp.repeat(signs, tile, 0), tile, 1)
