@@ -65,7 +65,7 @@ def export(
     'network': network.name,
     'outer_steps': network.outer_steps,
     'preset': config.preset,
-    'config': config_lib.to_share(config),
+    'config': config_lib.to_share(run.config),
     'input': {
       'shape': job.data.test.images.shape[1:],
       'range': [0, 1],
@@ -79,7 +79,7 @@ def export(
         part: hashlib.sha256(np.ascontiguousarray(array)).hexdigest()
         for part, array in getattr(job.data, name)._asdict().items()
       }
-      for name in ('train', 'validation', 'test')
+      for name in ('train', 'validation')  # The evaluations name theirs.
     },
   }
   folder = run.workdir / 'export'

@@ -3,19 +3,18 @@
 import hashlib
 import json
 import pathlib
+import re
 import shutil
 import subprocess
 import sys
+import warnings
 
-import flax.traverse_util
-import jax
 import numpy as np
 import pytest
-import safetensors.numpy
-from test_report import copy_run, counts_of, ignore
+from made import copy_run, evaluations_of, ignore, remove_evaluations
 from tiny_run import tiny
 
-from mwrobust import datasets, models
+from mwrobust import datasets
 from mwrobust.errors import UserError
 from mwrobust.export import export
 
@@ -49,35 +48,23 @@ def card_of(run):
   return json.loads((run / 'export' / 'model.json').read_text())
 
 
-def assert_same_logits(run, network, data):
-  """Of the exported files, read without the run, and of the evaluation."""
-  card = card_of(run)
-  variables = flax.traverse_util.unflatten_dict(
-    safetensors.numpy.load_file(run / 'export' / 'model.safetensors'), sep='/'
+def assert_same_logits(run, network, data, monkeypatch):
+  """Reads the exported files without the run, as the README says."""
+  blocks = re.findall(
+    r'^```python\n(.*?)^```', (ROOT / 'README.md').read_text(), re.M | re.S
   )
-  model = models.create(
-    card['config']['model']['name'],
-    num_classes=10,
-    mean=card['input']['mean'],
-    std=card['input']['std'],
-    **card['config']['model']['options'],
-  )
-
-  @jax.jit
-  def logits_of(images):
-    return model.apply(variables, images.astype(np.float32) / 255, train=False)
-
-  with np.load(run / 'eval' / f'{network.replace(" ", "_")}.npz') as arrays:
-    expected = arrays['logits']
-  # Up to rounding: they were evaluated on two devices.
-  for first in (0, 10):
-    rows = slice(first, first + 20)
-    np.testing.assert_allclose(
-      logits_of(data.test.images[rows]), expected[rows], 1e-4, atol=1e-6
-    )
+  (block,) = (block for block in blocks if 'RUN/export' in block)
+  monkeypatch.chdir(run.parent)
+  names = {'images': data.test.images[:30].astype(np.float32) / 255}
+  with warnings.catch_warnings():  # The README does not close its file.
+    warnings.simplefilter('ignore', ResourceWarning)
+    exec(block.replace('RUN/', f'{run.name}/'), names)
+  # Up to rounding: they were evaluated on two devices, in other batches.
+  expected = evaluations_of(run)[network, 'paper'].logits
+  np.testing.assert_allclose(names['logits'], expected, 1e-4, atol=1e-6)
 
 
-def test_two_files_are_written_and_told(exported):
+def test_two_files_are_written_and_said(exported):
   run, result = exported
   assert result.returncode == 0, result.stderr
   files = [
@@ -88,9 +75,9 @@ def test_two_files_are_written_and_told(exported):
   assert not (run / 'report.md').exists()
 
 
-def test_the_files_are_all_it_takes(exported, data):
+def test_the_files_are_all_it_takes(exported, data, monkeypatch):
   run, _ = exported
-  assert_same_logits(run, 'h=2 average', data)
+  assert_same_logits(run, 'h=2 average', data, monkeypatch)
 
 
 def test_the_file_has_tensors_and_nothing_else(exported):
@@ -120,46 +107,77 @@ def test_the_card_says_what_it_is(exported, tiny_run):
   assert card['config'] == json.loads((tiny_run / 'config.json').read_text())
   assert card['input']['shape'] == [28, 28, 1]
   assert card['input']['range'] == [0, 1]
+  assert card['classes'] == 10
 
 
-def test_the_card_has_the_figures_of_the_evaluation(exported):
+def test_the_card_has_the_figures_of_every_protocol(tiny_run, tmp_path):
+  """Those of the standard one first, whatever the folders are called."""
+  run = copy_run(tiny_run, tmp_path / 'run')
+
+  def alter(outcomes):
+    outcomes.settings['protocol'] = 'standard'
+    outcomes.fell[:, :20] = 0
+
+  others = copy_run(tiny_run, tmp_path / 'other', alter)
+  for folder in (others / 'eval').iterdir():
+    folder.rename(run / 'eval' / f'z{folder.name}')
+  export(tiny(), str(run), ignore)
+  found = card_of(run)['evaluations']
+  assert [each['protocol'] for each in found] == ['standard', 'paper']
+  for each in found:
+    outcomes = evaluations_of(run)['h=2 average', each['protocol']]
+    natural = outcomes.logits.argmax(axis=1) == outcomes.labels
+    stands = natural & (outcomes.fell == -1)
+    threats = outcomes.settings['threats']
+    assert each['accuracies'] == {
+      threat['name']: pytest.approx(100 * row.mean())
+      for threat, row in zip(threats, stands, strict=True)
+    } | {
+      'min': pytest.approx(100 * stands.mean(axis=1).min()),
+      'union': pytest.approx(100 * stands.all(axis=0).mean()),
+      'natural': pytest.approx(100 * natural.mean()),
+    }
+    assert each['union'] == each['accuracies']['union']
+    assert each['test_images'] == 30
+    assert [(t['name'], t['norm'], t['eps']) for t in each['threats']] == [
+      (t['name'], t['norm'], t['eps']) for t in threats
+    ]
+
+
+def test_the_card_identifies_the_data_by_checksum(exported, data):
   run, _ = exported
   card = card_of(run)
-  counts, images = counts_of(run / 'eval' / 'h=2_average.npz')
-  assert (card['test_images'], card['starts']) == (images, 1) == (30, 1)
-  assert card['accuracies'] == {
-    row: pytest.approx(100 * count / images) for row, count in counts.items()
-  }
-
-
-def test_the_card_tells_the_data_by_checksum(exported, data):
-  run, _ = exported
-  used = {'train': 120, 'validation': 30, 'test': 30}
-  assert card_of(run)['data_sha256'] == {
+  assert card['data_sha256'] == {
     name: {
       'images': hashlib.sha256(split.images[:count].tobytes()).hexdigest(),
       'labels': hashlib.sha256(split.labels[:count].tobytes()).hexdigest(),
     }
-    for name, count in used.items()
+    for name, count in (('train', 120), ('validation', 30))
     for split in [getattr(data, name)]
   }
+  images, labels = (array[:30] for array in data.test)
+  content = images.tobytes() + labels.astype(np.int32).tobytes()
+  for each in card['evaluations']:
+    assert each['test_sha256'] == hashlib.sha256(content).hexdigest()
 
 
-def test_the_last_parameters_alone(tiny_run, tmp_path, data):
-  run = copy_run(tiny_run, tmp_path / 'run', **{'train.h': 1})
-  for path in (run / 'eval').glob('h=2*.npz'):
-    path.unlink()
+def test_the_last_parameters_alone(tiny_run, tmp_path, data, monkeypatch):
+  def alter(outcomes):
+    outcomes.settings['is_output'] = outcomes.settings['network'] == 'h=1'
+
+  run = copy_run(tiny_run, tmp_path / 'run', alter, **{'train.h': 1})
+  remove_evaluations(run, lambda settings: not settings['is_output'])
   export(tiny(**{'train.h': 1}), str(run), ignore)
   assert card_of(run)['network'] == 'h=1'
   assert card_of(run)['outer_steps'] == [3]
-  assert_same_logits(run, 'h=1', data)
+  assert_same_logits(run, 'h=1', data, monkeypatch)
 
 
 # ------------------------------------------------------ what cannot be exported
 
 
 def assert_refused(config, run, message):
-  with pytest.raises(UserError, match=message):
+  with pytest.raises(UserError, match=re.escape(message)):
     export(config, str(run), ignore)
   assert not (run / 'export').exists()
 
@@ -169,16 +187,26 @@ def test_a_run_that_was_not_evaluated(tiny_run, tmp_path):
   shutil.rmtree(run / 'eval')
   result = run_export(f'--workdir={run}')
   assert result.returncode == 1
-  assert 'has no evaluation' in result.stderr
   assert f'--mode=eval --workdir={run}' in result.stderr
   assert 'Traceback' not in result.stderr
   assert not (run / 'export').exists()
 
 
 def test_a_run_whose_evaluation_was_interrupted(tiny_run, tmp_path):
+  """That of h=1 is there; of the output nothing, or only a part."""
   run = copy_run(tiny_run, tmp_path / 'run')
-  (run / 'eval' / 'h=2_average.npz').unlink()  # That of h=1 is there.
-  assert_refused(tiny(), run, 'evaluat')
+  remove_evaluations(run, lambda settings: settings['is_output'])
+  assert_refused(tiny(), run, f'--mode=eval --workdir={run}')
+
+  def alter(outcomes):
+    if outcomes.settings['is_output']:
+      # The last image is still to be attacked.
+      outcomes.logits[-1] = np.eye(10)[outcomes.labels[-1]]
+      outcomes.fell[:, -1] = -1
+      outcomes.tried[:, -1] = 0
+
+  run = copy_run(tiny_run, tmp_path / 'begun', alter)
+  assert_refused(tiny(), run, f'--mode=eval --workdir={run}')
 
 
 def test_a_run_that_was_trained_on_since(tiny_run, tmp_path):
@@ -189,28 +217,24 @@ def test_a_run_that_was_trained_on_since(tiny_run, tmp_path):
     outcomes.settings['outer_steps'] = [t - 1 for t in steps]
 
   run = copy_run(tiny_run, tmp_path / 'run', alter)
-  assert_refused(tiny(), run, 'evaluat')
+  assert_refused(tiny(), run, f'--mode=eval --workdir={run}')
 
 
 def test_an_ensemble(tiny_run, tmp_path):
   run = copy_run(tiny_run, tmp_path / 'run', algorithm='ensemble')
-  assert_refused(tiny(algorithm='ensemble'), run, 'returns many networks')
+  assert_refused(tiny(algorithm='ensemble'), run, "algorithm = 'ensemble'")
 
 
 def test_another_config(tiny_run, tmp_path):
   run = copy_run(tiny_run, tmp_path / 'run')
-  assert_refused(tiny(**{'train.T': 4}), run, r'train\.T: 3 there, 4 here')
-  assert_refused(tiny(), tmp_path / 'nowhere', 'holds no run')
+  assert_refused(tiny(**{'train.T': 4}), run, 'train.T: 3 there, 4 here')
+  assert_refused(tiny(), tmp_path / 'nowhere', 'config.json')
 
 
-def test_other_settings_are_not_mixed_with_those_of_the_figures(
-  tiny_run, tmp_path
-):
-  """Or the card has the images of one evaluation, the figures of another."""
+def test_the_card_has_the_config_of_the_run(tiny_run, tmp_path):
+  """Not fields of `eval` that differ: they changed nothing."""
   run = copy_run(tiny_run, tmp_path / 'run')
-  try:
-    export(tiny(**{'eval.examples': 12}), str(run), ignore)
-  except UserError:
-    return  # There is no such evaluation.
+  export(tiny(**{'eval.examples': 12}), str(run), ignore)
   card = card_of(run)
-  assert card['config']['eval']['examples'] == card['test_images']
+  assert card['config']['eval']['examples'] == 30
+  assert [each['test_images'] for each in card['evaluations']] == [30]
