@@ -16,17 +16,16 @@ import os
 import sys
 from typing import Any
 
-import jax
 import numpy as np
 from absl import flags
 
 from mwrobust import attacks, command_line, evaluation, reporting
 from mwrobust.attacks import spaces
 from mwrobust.errors import UserError, check_choice
+from mwrobust.runtime import devices
 from mwrobust.runtime.signals import stop_signals
 
 _ARRAYS = (('images', 'labels'), ('x_test', 'y_test'), ('x', 'y'))
-_MOST_CPU_DEVICES = 16
 
 
 def define_flags() -> None:
@@ -71,7 +70,7 @@ def main(argv: list[str]) -> None:
   """Evaluates the network, writes the page and prints the table."""
   command_line.no_arguments(argv)
   given = flags.FLAGS
-  use_all_cores()
+  devices.use_all_cores()
   threats = make_threats(
     {norm: given[norm].value for norm in ('linf', 'l2', 'l1')}, given.spaces
   )
@@ -102,14 +101,6 @@ def main(argv: list[str]) -> None:
       )
   print(f'\n{outcomes}\n')
   reporting.write(outcomes, given.output, curve)
-
-
-def use_all_cores() -> None:
-  """Lets each core of a CPU attack a part of every batch."""
-  cores = len(os.sched_getaffinity(0))
-  is_set = 'host_platform_device_count' in os.environ.get('XLA_FLAGS', '')
-  if not is_set and jax.config.jax_num_cpu_devices < 1:
-    jax.config.update('jax_num_cpu_devices', min(cores, _MOST_CPU_DEVICES))
 
 
 def make_threats(

@@ -58,6 +58,7 @@ def main(argv: list[str]) -> None:
     _PROCESS_ID.value,
   )
   config = _CONFIG.value
+  devices.use_all_cores(config.train.batch_size)
   workdir = _WORKDIR.value or f'runs/{command_line.config_name()}'
   job = {
     'train': train.train_and_evaluate,

@@ -605,7 +605,8 @@ class _Shown(contextlib.AbstractContextManager):
       return
     at, following = self._offsets[done : done + 2]
     stage = self._passes[done].stage
-    if self._stage is not None and stage != self._stage:
+    is_curve = len(self._outcomes.settings['radii']) > 1
+    if self._stage is not None and stage != self._stage and not is_curve:
       accuracies = self._outcomes.accuracies()
       self._progress.say(
         f'after {self._outcomes.attacks[self._stage]}: worst threat '

@@ -21,6 +21,7 @@ from jax.sharding import PartitionSpec as P
 
 from mwrobust.errors import UserError
 
+_MOST_CPU_DEVICES = 16
 # For those who start the processes by hand; flags come first.
 VARIABLES = ('JAX_COORDINATOR_ADDRESS', 'JAX_NUM_PROCESSES', 'JAX_PROCESS_ID')
 
@@ -62,6 +63,26 @@ def initialize(
       f'than --num_processes={given[1]}.'
     )
   jax.distributed.initialize(*given)
+
+
+def use_all_cores(batch_size: int = 0) -> None:
+  """Makes each core of a CPU a device, so that all of them share a batch.
+
+  Call it before JAX is used. Does nothing where the number of devices has been
+  chosen, or in one of several processes.
+
+  Args:
+    batch_size: if given, there will be a number of devices that divides it.
+  """
+  chosen = (
+    'xla_force_host_platform_device_count' in os.environ.get('XLA_FLAGS', '')
+    or jax.config.jax_num_cpu_devices > 0
+    or is_distributed()
+  )
+  if not chosen:
+    cores = min(len(os.sched_getaffinity(0)), _MOST_CPU_DEVICES)
+    count = next(n for n in range(cores, 0, -1) if batch_size % n == 0)
+    jax.config.update('jax_num_cpu_devices', count)
 
 
 def _whole(text: str | None, name: str) -> int | None:
