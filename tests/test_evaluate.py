@@ -228,9 +228,10 @@ def test_a_network_with_parameters(folder, run, capsys):
 
 
 def test_every_core_is_used():
-  """Nothing may have started the devices when the program asks for them."""
+  """Nothing may have started the devices when a program asks for them."""
   child = (
-    'import jax; from mwrobust import evaluate; evaluate.use_all_cores(); '
+    'import jax; from mwrobust import evaluate, main; '
+    'from mwrobust.runtime import devices; devices.use_all_cores(); '
     'print(jax.device_count())'
   )
   found = subprocess.run(
