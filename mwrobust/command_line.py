@@ -159,9 +159,19 @@ def _parse(
     if default_config and 'config' not in given:
       argv = [argv[0], f'--config={default_config(given)}', *argv[1:]]
     argv = [argv[0], *without_fractions(argv[1:])]
-    rest = app.parse_flags_with_usage(argv)
+    rest = flags.FLAGS(argv)
     if default_config:
       _ = flags.FLAGS.config.preset  # What could not be read says so now.
     return rest
   except (UserError, OSError, AttributeError) as error:
     sys.exit(f'mwrobust: {error}')
+  except flags.Error as error:
+    sys.exit(f'mwrobust: {_from_config(error) or error}')
+
+
+def _from_config(error: BaseException) -> UserError | None:
+  """Returns the UserError of a config file, which flags wrap in tracebacks."""
+  found = None
+  while error := error.__context__:
+    found = error if isinstance(error, UserError) else found
+  return found

@@ -39,6 +39,14 @@ def evaluations_of(workdir):
   return [Outcomes.load(path) for path in paths]
 
 
+def results_of(workdir):
+  """The bytes of what was trained and evaluated."""
+  paths = sorted(workdir.glob('eval/*/*'))
+  return {
+    path: path.read_bytes() for path in [*paths, workdir / 'metrics.jsonl']
+  }
+
+
 @functools.cache
 def job():
   return train.prepare(tiny())
@@ -148,13 +156,26 @@ def undisturbed(tmp_path_factory):
   return workdir, result
 
 
-def test_the_main_job_ends_with_a_table_and_leaves_its_results(undisturbed):
+def test_the_main_job_ends_with_a_summary_and_leaves_its_results(undisturbed):
   workdir, result = undisturbed
-  for word in (*SIX, 'min', 'union', 'natural', 'h=1', 'h=2'):
-    assert word in result.stdout
-  for name in ('report.md', 'report.html'):
-    assert str(workdir / name) in result.stdout
-    assert (workdir / name).exists()
+  # A summary of at most six lines within 80 columns, then the paths.
+  *said, html, markdown = result.stdout.splitlines()
+  assert [html, markdown] == [
+    str(workdir / name) for name in ('report.html', 'report.md')
+  ]
+  assert (workdir / 'report.html').exists()
+  last = max(i for i, line in enumerate(said) if line.startswith('Evaluating'))
+  assert 1 <= len(said[last + 1 :]) <= 6
+  assert max(map(len, said[last + 1 :])) <= 80
+  (output,) = (
+    outcomes
+    for outcomes in evaluations_of(workdir)
+    if outcomes.settings['is_output']
+  )
+  assert f'{output.accuracies()["union"]:.1f} %' in result.stdout
+  report = (workdir / 'report.md').read_text()
+  for word in (*SIX, 'min', 'union', 'natural', 'h=1', 'h=2 average'):
+    assert f' {word} ' in report
   evaluated = {
     tuple(outcomes.settings[field] for field in ('network', 'protocol'))
     for outcomes in evaluations_of(workdir)
@@ -168,7 +189,6 @@ def test_the_main_job_ends_with_a_table_and_leaves_its_results(undisturbed):
   assert status_of(workdir) == {'status': 'done'}
   config = json.loads((workdir / 'config.json').read_text())
   assert config['train']['batch_size'] == 20
-  assert '| union' in (workdir / 'report.md').read_text()
   assert len(os.listdir(workdir / 'checkpoints')) == 2  # h of T
 
 
@@ -198,13 +218,11 @@ def test_metrics_tell_what_was_trained_and_what_it_cost(undisturbed):
 
 def test_a_finished_run_is_not_run_again(undisturbed):
   workdir, _ = undisturbed
-  before = (workdir / 'metrics.jsonl').read_bytes()
+  before = results_of(workdir)
   result = run_child('none', 0, workdir)
   assert result.returncode == 0
-  assert 'already' in result.stdout
-  assert result.stdout.count('Already evaluated') == 5
-  assert '| union' in result.stdout
-  assert (workdir / 'metrics.jsonl').read_bytes() == before
+  assert '%' not in result.stderr
+  assert results_of(workdir) == before
 
 
 def test_killed_again_and_again_it_ends_with_the_same_parameters(
@@ -266,11 +284,14 @@ def test_an_evaluation_goes_on_from_the_batch_it_was_killed_in(
 ):
   expected, _ = undisturbed
   workdir = tmp_path / 'run'
-  # Of 2 batches a threat: in the first network, in the second, in the third.
-  for point, where in (('evaluate', 5), ('stop-evaluate', 12), ('evaluate', 9)):
+  # Each network has a batch for each of five threats, as dct_l2 is pixel_l2:
+  # in the first network, in the second, in the third.
+  for point, where in (('evaluate', 3), ('stop-evaluate', 5), ('evaluate', 6)):
     result = run_child(point, where, workdir)
     code = 143 if point == 'stop-evaluate' else -signal.SIGKILL
     assert result.returncode == code, result.stderr
+  begun = [o.settings['network'] for o in evaluations_of(workdir)]
+  assert sorted(begun) == ['h=1', 'h=2 average', 'h=2 ensemble']
   result = run_child('none', 0, workdir)
   assert result.returncode == 0, result.stderr
 
@@ -566,6 +587,9 @@ def test_a_workdir_that_cannot_be_written(tmp_path):
     (['--config=configs/nope.py'], 'configs/nope.py'),
     (['--config=configs/mnist.py:relased'], "Did you mean 'released'"),
     (['--config.train.h=99'], 'train.h = 99 is more than train.T'),
+    (['--config.threats.eps_linf', '0/255'], 'threats.eps_linf = 0.0'),
+    (['--config.threats.eps_l2=1/0'], '--config.threats.eps_l2=1/0'),
+    (['--mode=eval'], 'config.json'),
     (['more'], 'Unknown arguments: more'),
   ],
 )
@@ -592,4 +616,4 @@ def test_the_raw_files_of_the_real_data_are_trained_on(tmp_path):
   for name in ('mnist', 'cifar10'):
     config = tiny(**{'data.name': name, 'data.dir': str(folder), 'train.T': 2})
     evaluations, _ = run(config, tmp_path / name)
-    assert evaluations['h=1'].natural.shape == (30,)
+    assert evaluations['h=1']['paper'].natural.shape == (30,)
