@@ -1,4 +1,5 @@
 import functools
+import sys
 
 import flax.linen as nn
 import jax
@@ -208,3 +209,172 @@ def test_impossible_depth_and_channels_are_explained():
     model.init(jax.random.key(0), IMAGES, train=False)
   with pytest.raises(UserError, match='1 channels, but mean = '):
     small('cnn').init(jax.random.key(0), IMAGES[..., :1], train=False)
+
+
+# Modules of one's own.
+
+OWN = """
+import flax.linen as nn
+import jax.numpy as jnp
+from flax import nnx
+
+
+class Full(nn.Module):
+  num_classes: int
+  widths: tuple = (16,)
+
+  @nn.compact
+  def __call__(self, x, train: bool):
+    x = x.reshape(len(x), -1)
+    for width in self.widths:
+      x = nn.relu(nn.BatchNorm(not train)(nn.Dense(width)(x)))
+    x = nn.Dropout(0.5, deterministic=not train)(x)
+    return nn.Dense(self.num_classes)(x)
+
+
+class Other(nn.Module):
+  '''The same, otherwise put.'''
+
+  num_classes: int
+
+  def setup(self):
+    self.dense, self.norm = nn.Dense(16), nn.BatchNorm()
+    self.dropout, self.last = nn.Dropout(0.5), nn.Dense(self.num_classes)
+
+  def __call__(self, x, *, deterministic=True, use_running_average=True):
+    x = self.dense(x.reshape(len(x), -1))
+    x = nn.relu(self.norm(x, use_running_average=use_running_average))
+    return self.last(self.dropout(x, deterministic=deterministic))
+
+
+class Plain(nn.Module):
+  @nn.compact
+  def __call__(self, x):
+    return nn.Dense(5, dtype=jnp.bfloat16)(x.mean(axis=(1, 2)))
+
+
+class Needy(nn.Module):
+  depth: int
+  settings: dict = None
+
+  def __call__(self, x):
+    return x, self.depth
+
+
+class NNX(nnx.Module):
+  pass
+
+
+def function(x):
+  return x
+"""
+
+
+@pytest.fixture
+def own(tmp_path, monkeypatch):
+  """Creates modules of a file in the current folder."""
+  (tmp_path / 'my_nets.py').write_text(OWN)
+  (tmp_path / 'broken_nets.py').write_text('1 / 0')
+  monkeypatch.chdir(tmp_path)
+  before = [*sys.path]
+  create = functools.partial(
+    models.create, num_classes=5, mean=MEAN, std=list(STD)
+  )
+  yield create
+  assert sys.path == before
+  sys.modules.pop('my_nets', None)
+
+
+def logits_of(model, variables, *, train=False, images=IMAGES, key=0):
+  return model.apply(
+    variables,
+    images,
+    train,
+    rngs={'dropout': jax.random.key(key)} if train else None,
+    mutable=['batch_stats'],
+  )
+
+
+@pytest.mark.parametrize('name', ['Full', 'Other'])
+def test_own_module_trains_with_dropout_and_batch_norm(own, name):
+  model = own(f'my_nets:{name}')
+  variables = model.init(jax.random.key(0), IMAGES, train=False)
+  logits, updated = logits_of(model, variables)
+  assert (logits.shape, logits.dtype) == ((6, 5), jnp.float32)
+  jax.tree.map(
+    np.testing.assert_array_equal,
+    updated['batch_stats'],
+    variables['batch_stats'],
+  )
+  first, updated = logits_of(model, variables, train=True, key=1)
+  second, _ = logits_of(model, variables, train=True, key=2)
+  again, _ = logits_of(model, variables, train=True, key=1)
+  np.testing.assert_array_equal(first, again)
+  assert not np.allclose(first, second)
+  moved = jax.tree.map(
+    np.not_equal, updated['batch_stats'], variables['batch_stats']
+  )
+  assert all(leaf.any() for leaf in jax.tree.leaves(moved))
+
+
+def test_own_module_gets_normalised_images_and_keeps_its_variables(own):
+  model = own('my_nets:Full', widths=[8, 4])
+  variables = model.init(jax.random.key(0), IMAGES, train=False)
+  itself = sys.modules['my_nets'].Full(num_classes=5, widths=(8, 4))
+  expected = itself.apply(variables, NORMALISED, train=False)
+  found, _ = logits_of(model, variables)
+  np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
+  assert {'Dense_0', 'Dense_1', 'Dense_2'} < {*variables['params']}
+
+
+def test_own_module_without_train_or_num_classes(own):
+  model = own('my_nets:Plain')
+  variables = model.init(jax.random.key(0), IMAGES, train=False)
+  for train in False, True:
+    logits, _ = logits_of(model, variables, train=train)
+    assert (logits.shape, logits.dtype) == ((6, 5), jnp.float32)
+  model = models.create('my_nets:Plain', num_classes=7, mean=MEAN, std=STD)
+  with pytest.raises(UserError, match=r'Plain returned \(6, 5\) .* 7 classes'):
+    model.init(jax.random.key(0), IMAGES, train=False)
+
+
+def test_own_module_is_static_and_hashable(own):
+  model = own('my_nets:Full', widths=[8])
+  same, other = own('my_nets:Full', widths=(8,)), own('my_nets:Full')
+  assert model == same
+  assert hash(model) == hash(same)
+  assert model != other
+  assert hash(own('my_nets:Needy', depth=1, settings={'a': [1, {'b': 2}]}))
+  with pytest.raises(UserError, match=r'my_nets:Needy .*not hashable'):
+    own('my_nets:Needy', depth=np.zeros(3))
+  variables = model.init(jax.random.key(0), IMAGES, train=False)
+  _, _, gradients = run(model, variables, IMAGES, train=False)
+  assert all(jnp.isfinite(leaf).all() for leaf in jax.tree.leaves(gradients))
+
+
+@pytest.mark.parametrize(
+  ('name', 'options', 'message'),
+  [
+    ('no_such:Net', {}, r'no_such cannot be imported \(ModuleNotFoundError'),
+    ('broken_nets:Net', {}, r'broken_nets cannot be imported \(ZeroDivision'),
+    ('my_nets:Ful', {}, 'my_nets has no Ful. Linen modules there: Full, Othe'),
+    ('my_nets:NNX', {}, 'NNX is not a subclass of flax.linen.Module'),
+    ('my_nets:function', {}, 'function is not a subclass of flax.linen.Module'),
+    (':Full', {}, 'must be module:Class'),
+    ('my_nets:', {}, 'must be module:Class'),
+    ('.my_nets:Full', {}, 'must be module:Class'),
+    ('my_nets:Full', {'width': 3}, r"model\.options.*Did you mean 'widths'"),
+    ('my_nets:Plain', {'width': 3}, 'my_nets:Plain has no options'),
+    ('my_nets:Needy', {}, r'needs depth: set model\.options\.depth'),
+  ],
+)
+def test_own_module_that_cannot_be_made(own, name, options, message):
+  with pytest.raises(UserError, match=message) as error:
+    own(name, **options)
+  assert name in str(error.value)
+
+
+def test_own_module_that_returns_no_logits(own):
+  model = own('my_nets:Needy', depth=3)
+  with pytest.raises(UserError, match='Needy returned tuple for 6 images'):
+    model.init(jax.random.key(0), IMAGES, train=False)

@@ -1,10 +1,10 @@
-"""Image classifiers by name.
+"""Image classifiers by name: ours, and any linen module of your own.
 
 Every model is a Flax module `model.apply(variables, images, train) -> logits`:
 images float32 [B, H, W, C] in [0, 1], as attacks need them, so the
 normalisation by `mean` and `std` happens inside; logits float32
 [B, num_classes]. `train` selects BatchNorm's batch statistics, whose running
-means are the collection `batch_stats`.
+means are the collection `batch_stats`, and dropout.
 
 >>> import jax, jax.numpy as jnp
 >>> model = create('cnn', num_classes=10, mean=(0.13,), std=(0.31,))
@@ -13,15 +13,44 @@ means are the collection `batch_stats`.
 >>> variables = init(jax.random.key(0), images, train=False)
 >>> model.apply(variables, images, train=False).shape
 (2, 10)
+
+In training, pass a key for dropout and take the new statistics. Models without
+the one or the other accept both:
+
+>>> logits, updated = model.apply(
+...   variables,
+...   images,
+...   train=True,
+...   rngs={'dropout': jax.random.key(1)},
+...   mutable=['batch_stats'],
+... )
+>>> updated.get('batch_stats', {})
+{}
+
+A module of your own is named `module:Class`. It gets normalised images, has
+`num_classes` as a field if it wants to know how many, and takes `train` in its
+call if it has dropout or BatchNorm:
+
+  class WideNet(nn.Module):  # In my_nets.py: 'my_nets:WideNet'.
+    num_classes: int
+    width: int = 64  # Set it by --config.model.options.width=128.
+
+    @nn.compact
+    def __call__(self, x, train):
+      x = nn.relu(nn.Dense(self.width)(x.reshape(len(x), -1)))
+      x = nn.Dropout(0.5, deterministic=not train)(x)
+      return nn.Dense(self.num_classes)(x)
 """
 
 import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
+import flax
 import flax.linen as nn
 
-from mwrobust.errors import check_choice
+from mwrobust.errors import UserError, check_choice
+from mwrobust.models import own
 from mwrobust.models.cnn import CNN
 from mwrobust.models.preact_resnet import PreActResNet
 from mwrobust.models.resnet import BottleneckResNet, ResNetV1
@@ -45,7 +74,8 @@ def create(
   """Makes the model called `name`.
 
   Args:
-    name: one of `MODELS`.
+    name: one of `MODELS`, or `module:Class` for a linen module of your own; a
+      module in the current folder is found, too.
     num_classes: how many logits.
     mean: of the training pixels, per channel.
     std: of the training pixels, per channel.
@@ -57,19 +87,66 @@ def create(
   Raises:
     UserError: for a name or an option that does not exist.
   """
-  check_choice('model.name', name, MODELS)
-  common = {'num_classes', 'mean', 'std', 'parent', 'name'}
-  fields = [field.name for field in dataclasses.fields(MODELS[name])]
-  allowed = [field for field in fields if field not in common]
-  for option in options:
-    check_choice(f'The option of model {name!r}', option, allowed)
   # Flax modules are hashable only if their fields are: no lists, no arrays.
-  return MODELS[name](
-    num_classes=num_classes,
-    mean=tuple(map(float, mean)),
-    std=tuple(map(float, std)),
-    **{
-      option: tuple(value) if isinstance(value, list) else value
-      for option, value in options.items()
-    },
-  )
+  common = {
+    'num_classes': num_classes,
+    'mean': tuple(map(float, mean)),
+    'std': tuple(map(float, std)),
+  }
+  options = {option: _hashable(value) for option, value in options.items()}
+  if ':' not in name:
+    check_choice('model.name', name, [*MODELS, 'module:Class'])
+    _check_options(MODELS[name], name, options, common)
+    return MODELS[name](**common, **options)
+
+  network_class = own.load_class(name)
+  fields = {field.name for field in dataclasses.fields(network_class)}
+  wanted = {'num_classes': num_classes} if 'num_classes' in fields else {}
+  _check_options(network_class, name, options, wanted)
+  model = own.Normalised(network_class(**wanted, **options), **common)
+  try:
+    hash(model)
+  except TypeError as error:
+    raise UserError(
+      f'model.name={name} with {options} is not hashable ({error}): its fields '
+      'must be numbers, text, or tuples of these.'
+    ) from error
+  return model
+
+
+def _check_options(
+  model_class: type[nn.Module],
+  name: str,
+  options: dict[str, Any],
+  given: dict[str, Any],
+) -> None:
+  """Raises a UserError if an option does not exist, or one is missing."""
+  reserved = {*given, 'parent', 'name'}
+  allowed = [
+    field.name
+    for field in dataclasses.fields(model_class)
+    if field.init and field.name not in reserved
+  ]
+  for option in options:
+    if not allowed:
+      raise UserError(
+        f'model.options has {option!r}, but {name} has no options: leave it '
+        'out.'
+      )
+    check_choice(
+      f'The option of model {name!r} in model.options', option, allowed
+    )
+  missing = own.missing_fields(model_class, {*options, *reserved})
+  if missing:
+    raise UserError(
+      f'model.name={name} needs {", ".join(missing)}: set '
+      f'model.options.{missing[0]}.'
+    )
+
+
+def _hashable(value: Any) -> Any:
+  if isinstance(value, list | tuple):
+    return tuple(map(_hashable, value))
+  if hasattr(value, 'items'):  # A dict, or a ConfigDict.
+    return flax.core.FrozenDict({k: _hashable(v) for k, v in value.items()})
+  return value
