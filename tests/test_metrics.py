@@ -241,7 +241,7 @@ def test_a_run_in_a_bucket_is_written_and_gone_on_with(bucket):
     for step in (1, 2, 3):
       log.write('train', step, loss=1 / step)
   with metrics.Metrics(bucket, resume_step=2) as log:
-    assert log.last_row['step'] == 2
+    assert log.rows[-1]['step'] == 2
     log.write('train', 3, loss=0.25)
   folder = epath.Path(bucket)
   assert json.loads((folder / 'config.json').read_text()) == {'seed': 4}

@@ -77,7 +77,7 @@ class Metrics:
   step before its checkpoint is saved, and no row is lost or doubled.
 
   Attributes:
-    last_row: of those that were there and stay; None if there is none.
+    rows: those that were there and stay.
   """
 
   def __init__(
@@ -113,12 +113,12 @@ class Metrics:
     )
     if devices.is_first_process():
       with files.explained(rows):
-        self.last_row = _drop_rows(rows, last_step, outer_step)
+        self.rows = _drop_rows(rows, last_step, outer_step)
       self._rows = _open_log(rows, 'a')
       self._events = RecordWriter(_open_log(events, 'x'))
     else:
       nowhere = epath.Path(os.devnull)
-      self.last_row = None
+      self.rows = []
       self._rows = _open_log(nowhere, 'a')
       self._events = RecordWriter(_open_log(nowhere, 'a'))
     self._event = Event
@@ -172,14 +172,14 @@ class Metrics:
 
 def _drop_rows(
   path: epath.Path, step: int, outer_step: float
-) -> dict[str, Any] | None:
+) -> list[dict[str, Any]]:
   """Drops the rows of later steps or outer steps, and a torn last line.
 
   Returns:
-    The last row that stays.
+    The rows that stay.
   """
   if not path.exists():
-    return None
+    return []
   lines = path.read_bytes().splitlines(keepends=True)
   kept = []
   for number, line in enumerate(lines, start=1):
@@ -196,7 +196,7 @@ def _drop_rows(
       ) from error
   if kept != lines:
     files.replace(path, b''.join(kept))
-  return json.loads(kept[-1]) if kept else None
+  return [json.loads(line) for line in kept]
 
 
 def _scalars(tag: str, value: Any) -> Iterator[tuple[str, float]]:

@@ -95,6 +95,7 @@ class Progress:
     log_every: float,
     start: float = 0,
     batch_size: int | None = None,
+    after: float = 0,
     stream: TextIO | None = None,
     clock: Callable[[], float] = time.monotonic,
   ):
@@ -107,12 +108,15 @@ class Progress:
       start: steps done before this process began.
       batch_size: images in a step; None if steps are no mini batches, and then
         only the share that is done and the time that is left are shown.
+      after: what follows when all steps are done, in steps: it is part of the
+        time that is left.
       stream: where to show it, stderr by default.
       clock: the seconds since any fixed moment.
     """
     self._total = total
     self._start = start
     self._batch_size = batch_size
+    self._after = after
     self._log_every = log_every
     if stream is None:
       first = devices.is_first_process()
@@ -191,7 +195,7 @@ class Progress:
       step,
       self._total,
       self.images_per_second,
-      (self._total - step) / rate if rate else None,
+      (self._total - step + self._after) / rate if rate else None,
       width,
       self._note,
       counted=self._batch_size is not None,
