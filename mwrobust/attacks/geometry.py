@@ -110,7 +110,8 @@ class Ball:
       return delta
     return self.project(delta, domain, eps)
 
-  def settle(self, delta: Array, domain: Domain, eps: Array) -> Array:
+  @staticmethod
+  def settle(delta: Array, domain: Domain, eps: Array) -> Array:
     """Brings a point of the ball into the bounds, which do not lead out."""
     del eps
     return jnp.clip(delta, domain.low, domain.high)
@@ -191,6 +192,6 @@ class Choice:
 
   def __getattr__(self, name: str):
     methods = [getattr(option, name) for option in self._options]
-    if len(methods) == 1:
+    if len(set(methods)) == 1:
       return methods[0]
     return functools.partial(lax.switch, self._index, methods)

@@ -63,9 +63,13 @@ class Norm:
 def rescale(x: Array) -> Array:
   """Divides by the largest entry; NaN becomes 0, infinity the largest."""
   # XLA divides by multiplying with 1 / largest, which must be a normal float.
-  x = jnp.clip(jnp.nan_to_num(x), -8e37, 8e37)
+  x = jnp.clip(_known(x), -8e37, 8e37)
   largest = jnp.max(jnp.abs(x))
-  return jnp.where(largest > 0, x / jnp.where(largest > 0, largest, 1), 0)
+  return x / jnp.where(largest > 0, largest, 1)
+
+
+def _known(x: Array) -> Array:
+  return jnp.where(jnp.isnan(x), 0, x)
 
 
 def total(x: Array) -> Array:
@@ -99,11 +103,9 @@ def _fill(weight: Array, rate: Array, room: Array, goal: Array) -> Array:
     step = (goal - full) / jnp.where(slope > 0, slope, 1)
     return jnp.where(slope > 0, step, 1e30), t
 
-  # The first step is over coordinates that have room at all.
-  slope = total(jnp.where(room > 0, weight * rate, 0))
-  start = jnp.where(slope > 0, goal / jnp.where(slope > 0, slope, 1), 1e30)
   rises = lambda state: state[0] > state[1] * (1 + 1e-6)  # noqa: E731
-  return lax.while_loop(rises, newton, (start, jnp.zeros_like(start)))[0]
+  start = jnp.zeros_like(goal, rate.dtype)
+  return lax.while_loop(rises, newton, (start, start - 1))[0]
 
 
 # ----------------------------------------------------------------- l infinity
@@ -119,7 +121,7 @@ def _linf_random_start(noise: Array, eps: Array) -> Array:
 
 def _linf_ascend(gradient: Array, free: Array, keep: Array) -> Array:
   del free, keep  # All go as far as they can, and only l1 is sparse.
-  return jnp.sign(jnp.nan_to_num(gradient))
+  return jnp.sign(_known(gradient))
 
 
 def _linf_project(x: Array, low: Array, high: Array, eps: Array) -> Array:
@@ -154,8 +156,9 @@ def _l2_length(x: Array) -> Array:
 def _l2_random_start(noise: Array, eps: Array) -> Array:
   # The first n coordinates of a uniform point on the sphere in n + 2
   # dimensions are uniform in the ball in n dimensions.
-  unit, _ = _unit(lax.erf_inv(noise))
-  return eps * unit[:-2]
+  normal = lax.erf_inv(noise)
+  length = jnp.sqrt(total(normal * normal))
+  return eps * normal[:-2] / jnp.where(length > 0, length, 1)
 
 
 def _l2_ascend(gradient: Array, free: Array, keep: Array) -> Array:
@@ -171,14 +174,14 @@ def _l2_project(x: Array, low: Array, high: Array, eps: Array) -> Array:
   In units of eps, sum min(s^2 x^2, room^2) = 1 is what `_fill` solves.
   """
   eps = jnp.maximum(eps, 1e-30)  # A radius of 0 is one, too.
-  unit, _ = _unit(x)
+  scaled = rescale(x)
   room = jnp.square(_room(x, low, high) / eps)
   inside = jnp.clip(x, low, high)
   is_inside = total(jnp.minimum(jnp.square(x / eps), room)) <= 1
   # Where nothing is to be done, an empty goal is reached at once.
   goal = jnp.where(is_inside, 0.0, 1.0)
-  square = _fill(jnp.ones_like(x), unit * unit, room, goal)
-  shrunk = jnp.clip(eps * jnp.sqrt(square) * unit, low, high)
+  square = _fill(jnp.ones_like(x), scaled * scaled, room, goal)
+  shrunk = jnp.clip(eps * jnp.sqrt(square) * scaled, low, high)
   return jnp.where(is_inside, inside, shrunk)
 
 
@@ -225,7 +228,7 @@ def _threshold(size: Array, mass: Array, goal: Array) -> Array:
 
 def _l1_ascend(gradient: Array, free: Array, keep: Array) -> Array:
   """SLIDE: equal shares for the `keep` largest of |gradient|."""
-  size = jnp.abs(jnp.nan_to_num(gradient))
+  size = jnp.abs(_known(gradient))
   mobile = jnp.where(free, size, 0)
   threshold = _threshold(mobile, jnp.ones_like(size), keep)
   kept = (size >= threshold) & (size > 0)
