@@ -23,8 +23,9 @@ from absl import app, flags, logging
 
 from benchmarks import networks, timing
 from benchmarks.training import make_job
-from mwrobust import attacks, datasets, steps, train
+from mwrobust import attacks, steps, train
 from mwrobust import config as config_lib
+from mwrobust import data as data_lib
 from mwrobust.attacks import losses, norms
 from mwrobust.job import make_batch
 from mwrobust.reporting.document import markdown_table
@@ -201,7 +202,7 @@ def time_threats(repeats: int):
   """Prints step, compile and validation time by the number of threats."""
   job = make_job('single', 'pixel_linf', 1)
   batch = make_batch(job.data.train, np.arange(100))
-  validation = datasets.Split(*(a[:100] for a in job.data.validation))
+  validation = data_lib.Split(*(a[:100] for a in job.data.validation))
   job.config.eval.batch_size = 100
   carried = [job.init()]  # The train step donates it.
   jobs, compiled = {}, {}

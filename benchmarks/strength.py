@@ -25,7 +25,8 @@ import numpy as np
 from absl import app, flags
 
 from benchmarks import networks
-from mwrobust import attacks, datasets, evaluation
+from mwrobust import attacks, evaluation
+from mwrobust import data as data_lib
 from mwrobust.reporting.document import markdown_table
 
 # linf, l2 and l1. Of first_edition also dct linf, in which it has nothing.
@@ -96,7 +97,7 @@ def main(argv):
   """Attacks the networks and prints the table."""
   if len(argv) > 1:
     raise app.UsageError(f'unexpected arguments: {argv[1:]}')
-  images, labels = datasets.load('mnist', directory=_DATA.value, seed=0).test
+  images, labels = data_lib.load('mnist', directory=_DATA.value, seed=0).test
   count = _EXAMPLES.value
   data = images[:count], labels[:count]
   print(

@@ -17,7 +17,8 @@ from typing import Any
 import ml_collections
 from etils import epath
 
-from mwrobust import attacks, datasets, policies
+from mwrobust import attacks, policies
+from mwrobust import data as data_lib
 from mwrobust.attacks import norms, spaces
 from mwrobust.errors import UserError, check_choice
 from mwrobust.evaluation import PROTOCOLS
@@ -49,10 +50,11 @@ def base() -> ConfigDict:
   config.algorithm = 'scalable'
 
   config.data = data = ConfigDict()
-  data.name = 'mnist'  # mnist, cifar10, mnist5k
-  data.dir = (
-    ''  # Folder of the published raw files; '' for tensorflow-datasets.
-  )
+  # mnist, cifar10, mnist5k, tfds:NAME, or the path of an .npz file or folder.
+  data.name = 'mnist'
+  # Folder of the published raw files, of tensorflow-datasets, or of the path;
+  # '' for tensorflow-datasets' own folder, and the current one.
+  data.dir = ''
   data.validation = 'seed'  # The 10 % of train: chosen by the seed, or 'last'.
   data.augment = False  # Random crops of the image padded by 4, and flips.
   data.train_examples = 0  # The first so many only; 0 for all.
@@ -281,7 +283,7 @@ def make_policy(config: ConfigDict) -> policies.Policy:
 def validate(config: ConfigDict) -> None:
   """Raises a UserError that names the first field that is wrong."""
   _check_fields(config)
-  check_choice('data.name', config.data.name, datasets.NAMES)
+  data_lib.check_name(config.data.name, config.data.dir)
   check_choice('algorithm', config.algorithm, ('scalable', 'ensemble'))
   check_choice('data.validation', config.data.validation, ('seed', 'last'))
   from mwrobust import models  # Flax, which a report does without.

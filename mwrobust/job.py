@@ -10,8 +10,9 @@ import ml_collections
 import numpy as np
 from etils import epath
 
-from mwrobust import attacks, datasets, models
+from mwrobust import attacks, models
 from mwrobust import config as config_lib
+from mwrobust import data as data_lib
 from mwrobust import state as state_lib
 from mwrobust import steps as steps_lib
 from mwrobust.errors import UserError
@@ -24,7 +25,7 @@ class Job(NamedTuple):
   """What a config says, as things to call."""
 
   config: ml_collections.ConfigDict
-  data: datasets.Dataset
+  data: data_lib.Dataset
   model: Any
   pairs: tuple[tuple[attacks.Threat, attacks.Attack], ...]
   policy: Policy
@@ -146,20 +147,20 @@ def check_training(job: Job) -> None:
 def training_batch(job: Job, step: int) -> steps_lib.Batch:
   """The mini batch of a step."""
   labels = job.data.train.labels
-  rows = datasets.batch_indices(
+  rows = data_lib.batch_indices(
     job.config.seed, step, len(labels), job.config.train.batch_size
   )
   return make_batch(job.data.train, rows)
 
 
-def make_batch(split: datasets.Split, rows: np.ndarray) -> steps_lib.Batch:
+def make_batch(split: data_lib.Split, rows: np.ndarray) -> steps_lib.Batch:
   """These rows of a split, over all devices; their ids are their numbers."""
   ids = np.arange(len(split.labels), dtype=np.int32)
   return steps_lib.Batch(*devices.split_rows(rows, *split, ids))
 
 
-def _load_data(config: ml_collections.ConfigDict) -> datasets.Dataset:
-  data = datasets.load(
+def _load_data(config: ml_collections.ConfigDict) -> data_lib.Dataset:
+  data = data_lib.load(
     config.data.name,
     directory=config.data.dir,
     validation=config.data.validation,
@@ -181,7 +182,7 @@ def _load_data(config: ml_collections.ConfigDict) -> datasets.Dataset:
         'it, or set 0 for all.'
       )
     if count:
-      first = datasets.Split(images[:count], labels[:count])
+      first = data_lib.Split(images[:count], labels[:count])
       data = data._replace(**{name: first})
   if config.train.batch_size > len(data.train.labels):
     raise UserError(

@@ -26,12 +26,12 @@ from etils import epath
 from mwrobust import (
   attacks,
   command_line,
-  datasets,
   evaluation,
   models,
   train,
 )
 from mwrobust import config as config_lib
+from mwrobust import data as data_lib
 from mwrobust.errors import UserError, check_choice
 from mwrobust.evaluation import protocols
 from mwrobust.job import refuse_another_run, steps_per_outer_step
@@ -137,7 +137,8 @@ def gradient_evaluations(
   is it known which examples will fall: every attack counts for every image, so
   the evaluation is an upper bound. Three forward passes count as a gradient.
   """
-  known = datasets.SIZES[config.data.name]
+  outline = _outline(config)
+  known = outline.train, outline.validation, outline.test
   asked = (
     config.data.train_examples,
     config.train.validation_examples,
@@ -180,9 +181,13 @@ def gradient_evaluations(
   return round(training), round(evaluation_cost)
 
 
+def _outline(config: ml_collections.ConfigDict) -> data_lib.Outline:
+  return data_lib.outline(config.data.name, config.data.dir)
+
+
 def _protocol_cost(config: ml_collections.ConfigDict, name: str) -> float:
   """Returns the gradients that a protocol takes for an image, at most."""
-  protocol = protocols.make_protocol(name, classes=10)
+  protocol = protocols.make_protocol(name, classes=_outline(config).num_classes)
   costs = [
     protocols.evaluations(attack)
     for threat in config_lib.make_threats(config)
@@ -193,11 +198,12 @@ def _protocol_cost(config: ml_collections.ConfigDict, name: str) -> float:
 
 def seconds_per_gradient(config: ml_collections.ConfigDict) -> float:
   """Measured on a few gradients of the network at its batch size."""
-  shape = datasets.SHAPES[config.data.name]
+  outline = _outline(config)
+  shape = outline.shape
   channels = shape[-1]
   model = models.create(
     config.model.name,
-    num_classes=10,
+    num_classes=outline.num_classes,
     mean=(0.5,) * channels,
     std=(0.5,) * channels,
     **config.model.options,
@@ -283,7 +289,7 @@ def _status(run: PlannedRun) -> tuple[str, float]:
     for kind in (output, *run.config.eval.others)
     for protocol in run.config.eval.protocols
   }
-  count = run.config.eval.examples or datasets.SIZES[run.config.data.name][2]
+  count = run.config.eval.examples or _outline(run.config).test
   is_done = (
     loaded.outer_step == run.config.train.T
     and wanted <= evaluated

@@ -8,7 +8,8 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from mwrobust import attacks, datasets
+from mwrobust import attacks
+from mwrobust import data as data_lib
 from mwrobust.attacks import losses
 from mwrobust.runtime import devices
 from mwrobust.state import TrainState
@@ -55,7 +56,7 @@ def make_train_step(
     )
     images = _to_float(batch.images)
     if augment:
-      images = datasets.augment(augment_key, images, batch.ids)
+      images = data_lib.augment(augment_key, images, batch.ids)
     if attacked:
       shared = state.variables, index, attack_key, radius_scale(state.step)
       images = attack(shared, (images, batch.labels, batch.ids))

@@ -19,7 +19,8 @@ import numpy as np
 from etils import epath
 
 from mwrobust import config as config_lib
-from mwrobust import datasets, run_evaluation
+from mwrobust import data as data_lib
+from mwrobust import run_evaluation
 from mwrobust.checkpoints import Checkpoints
 from mwrobust.errors import UserError
 from mwrobust.job import (
@@ -191,7 +192,7 @@ def validation_losses(
   scale = job.radius_scale(max(0, step - 1))
   totals = np.zeros(len(job.pairs))
   batch_size = devices.round_up(job.config.eval.batch_size)
-  for rows, mask in datasets.padded_batches(len(labels), batch_size):
+  for rows, mask in data_lib.padded_batches(len(labels), batch_size):
     batch = make_batch(job.data.validation, rows)
     for index in range(len(job.pairs)):
       losses = job.validation_step(
@@ -218,7 +219,7 @@ class _Log:
   def __init__(self, job: Job, metrics: Metrics, progress: Progress, step: int):
     self.job, self.metrics, self.progress = job, metrics, progress
     self.step = step
-    before = metrics.last_row or {}
+    before = metrics.rows[-1] if metrics.rows else {}
     self._gradients = before.get('gradient_evaluations', 0)
     self._seconds_before = before.get('seconds', 0.0)
     self._started = time.monotonic()

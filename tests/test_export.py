@@ -14,7 +14,7 @@ import pytest
 from made import copy_run, evaluations_of, ignore, remove_evaluations
 from tiny_run import tiny
 
-from mwrobust import datasets
+from mwrobust import data as data_lib
 from mwrobust.errors import UserError
 from mwrobust.export import export
 
@@ -41,7 +41,7 @@ def exported(tiny_run, tmp_path_factory):
 
 @pytest.fixture(scope='module')
 def data():
-  return datasets.load('mnist5k', seed=0)
+  return data_lib.load('mnist5k', seed=0)
 
 
 def card_of(run):

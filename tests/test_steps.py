@@ -8,7 +8,8 @@ import numpy as np
 import optax
 import pytest
 
-from mwrobust import attacks, datasets, policies, state, steps
+from mwrobust import attacks, policies, state, steps
+from mwrobust import data as data_lib
 
 KEY = jax.random.key(0)
 RNG = np.random.default_rng(0)
@@ -124,7 +125,7 @@ def test_radii_follow_the_scale():
 def test_augmentation_is_that_of_the_data_set():
   now, train_step = make(augment=True, attacked=False)
   _, augment_key = jax.random.split(jax.random.fold_in(KEY, 0))
-  images = datasets.augment(
+  images = data_lib.augment(
     augment_key, BATCH.images.astype(np.float32) / 255, BATCH.ids
   )
   bytes_ = np.round(np.asarray(images) * 255).astype(np.uint8)
