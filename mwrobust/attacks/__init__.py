@@ -30,15 +30,16 @@ them once before:
 The attacks, for every norm and space:
 
   pgd(40), slide(100)                the paper's; the last iterate is the result
+  momentum(10)                       for training: few steps, hard to mislead
   apgd(100, loss='ce')               AutoAttack's APGD
   apgd(100, loss='dlr', targets=9)   the same, towards nine classes in turn
   fab(100, targets=9)                the nearest decision boundary
   square(5000)                       random search, without gradients
 
 What one of them leaves is for the next; AutoAttack runs the last four in that
-order. Each takes `restarts`. All but `pgd` and `slide` stop when the whole
-batch is fooled and return the first image that fools the network, else the one
-with the highest loss.
+order. Each takes `restarts`. Those four stop when the whole batch is fooled and
+return the first image that fools the network, else the one with the highest
+loss; the others return the last iterate.
 
 `make_switch` holds many threats behind one traced index. Threats with the same
 rule share one compiled gradient, however many there are:
@@ -59,7 +60,7 @@ may be traced, multiplies the radius and the step size, as a curriculum does.
 """
 
 from mwrobust.attacks.checks import check
-from mwrobust.attacks.climb import Ascent, apgd, pgd, slide
+from mwrobust.attacks.climb import Ascent, apgd, momentum, pgd, slide
 from mwrobust.attacks.fab import Fab, fab
 from mwrobust.attacks.solve import (
   Attack,
@@ -87,6 +88,7 @@ __all__ = [
   'fab',
   'make_attack',
   'make_switch',
+  'momentum',
   'pgd',
   'six_threats',
   'slide',

@@ -26,18 +26,16 @@ from mwrobust.attacks.problem import Best, Problem, Tried, better, judge
 
 Array = jax.Array
 
+RESULTS = ('last', 'highest', 'fooling')
 _SPREAD = 40.0  # See `Plan`.
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Ascent:
-  """A gradient attack; made by `pgd`, `slide` or `apgd`.
-
-  The result of `pgd` and `slide` is the last iterate, as in the paper; that of
-  `apgd` the first that fools the network, else the one with the highest loss.
+  """A gradient attack; made by `pgd`, `slide`, `momentum` or `apgd`.
 
   Attributes:
-    rule: `'pgd'` or `'apgd'`.
+    rule: `'pgd'`, `'momentum'` or `'apgd'`.
     steps: gradient steps in all.
     loss: what the steps climb: `'ce'`, `'margin'`, `'dlr'` or
       `'probability_margin'`.
@@ -46,9 +44,14 @@ class Ascent:
     radii: the balls to climb in, one after the other, in multiples of eps.
       Larger ones first see over what masks the gradients near the image.
     restarts: random starts.
-    step_size: `pgd`: the length of a step in the norm; 2.5 eps / steps if None.
-    percentile: `pgd` with l1: a step moves the top (100 - percentile) %.
+    step_size: the length of a step in the norm. If None, `pgd` takes 2.5 eps /
+      steps, and `momentum` the radius of the ball, decaying to 0.
+    percentile: with l1, a step moves the top (100 - percentile) %; `apgd`
+      adapts it.
     random_start: start at a random point of the ball, or at the image.
+    result: which iterate is the result. `'last'`, as in the paper; `'highest'`,
+      that with the highest loss; `'fooling'`, the first that fools the network,
+      else the highest. The last stops when a whole batch is fooled.
   """
 
   rule: str
@@ -60,9 +63,11 @@ class Ascent:
   step_size: float | None = None
   percentile: float = 99.0
   random_start: bool = True
+  result: str = 'last'
 
   def __post_init__(self):
     check_choice('rule', self.rule, rules.RULES)
+    check_choice('result', self.result, RESULTS)
     check_count('steps', self.steps)
     check_choice('loss', self.loss, LOSSES)
     check_count('targets', self.targets, lowest=0)
@@ -103,7 +108,7 @@ class Ascent:
   @property
   def stops_early(self) -> bool:
     """Whether an example that is fooled is left alone."""
-    return self.rule != 'pgd'
+    return self.result == 'fooling'
 
 
 def pgd(
@@ -134,6 +139,31 @@ def slide(steps: int = 100, **options: Any) -> Ascent:
   return pgd(steps, **options)
 
 
+def momentum(
+  steps: int = 10,
+  *,
+  percentile: float = 99.0,
+  loss: str = 'ce',
+  radii: Sequence[float] = (2.0, 1.0),
+  random_start: bool = True,
+  restarts: int = 1,
+) -> Ascent:
+  """PGD with momentum and decaying steps, the first of them in a larger ball.
+
+  A network that is trained against few steps learns to lead them astray; these
+  are harder to mislead than those of `pgd`. See `Ascent` for the arguments.
+  """
+  return Ascent(
+    rule='momentum',
+    steps=steps,
+    loss=loss,
+    radii=radii,
+    restarts=restarts,
+    percentile=percentile,
+    random_start=random_start,
+  )
+
+
 def apgd(
   steps: int = 100,
   *,
@@ -141,6 +171,7 @@ def apgd(
   targets: int = 0,
   radii: Sequence[float] = (3.0, 2.0, 1.0),
   restarts: int = 1,
+  result: str = 'fooling',
 ) -> Ascent:
   """AutoAttack's APGD, which chooses its step sizes itself.
 
@@ -154,6 +185,7 @@ def apgd(
     targets: see `Ascent`. `loss='dlr', targets=9` is AutoAttack's APGD-T.
     radii: see `Ascent`.
     restarts: random starts.
+    result: see `Ascent`; for training, `'highest'`.
   """
   return Ascent(
     rule='apgd',
@@ -162,6 +194,7 @@ def apgd(
     targets=targets,
     radii=radii,
     restarts=restarts,
+    result=result,
   )
 
 
@@ -237,6 +270,7 @@ def prepare(
   rule: str,
   loss_fn: Callable[[Array, Array, Array], Array],
   targets: int,
+  result: str,
   only_try: bool,
 ) -> Callable[[Array, Tried], Tried]:
   """Makes `attempt(number, tried) -> tried`, which climbs once.
@@ -247,9 +281,10 @@ def prepare(
     rule: see `Ascent`.
     loss_fn: `loss_fn(logits, labels, targets)`.
     targets: the highest number of targets that the plan may have.
+    result: see `Ascent`.
     only_try: whether there is nothing to compare the result with.
   """
-  keeps_last = rule == 'pgd'
+  keeps_last, stops = result == 'last', result == 'fooling'
   init, update = rules.RULES[rule]
   labels, scale, domain = problem.labels, problem.scale, problem.domain
   the_map, ball = problem.geometry
@@ -267,6 +302,10 @@ def prepare(
   if judges_last:
     value = problem.constant(lambda *args: total_loss(*args)[1], labels)
 
+  def is_open(best: Best) -> Array:
+    """Whether what is found from now on may replace the best so far."""
+    return ~best.fooled if stops else jnp.ones_like(best.fooled)
+
   def step_at(i):
     step = jax.tree.map(lambda column: jnp.asarray(column)[i], plan.steps)
     return step._replace(eps=scale * step.eps, size=scale * step.size)
@@ -281,7 +320,7 @@ def prepare(
     uniform = jax.vmap(lambda key: noise(key, domain.centre.shape[1]))(keys)
 
     def start_at(uniform, domain):
-      if rule == 'pgd':
+      if rule != 'apgd':
         delta = ball.random_start(uniform, start_eps)
         return ball.settle(delta, domain, start_eps)
       delta = ball.random_start(uniform, plan.spread * start_eps)
@@ -298,8 +337,8 @@ def prepare(
       found = judge(now.delta, loss, logits, labels)
       best = now.best
       if not keeps_last:
-        counts = jnp.asarray(plan.counts)[now.i] & ~best.fooled
-        best = better(best, found, counts)
+        counts = jnp.asarray(plan.counts)[now.i]
+        best = better(best, found, counts & is_open(best))
       stuck = jnp.all(gradient == 0, axis=(1, 2, 3))
       # Only the direction matters: rescaled, nothing under- or overflows.
       gradient = jax.vmap(norms.rescale)(gradient)
@@ -314,7 +353,7 @@ def prepare(
 
     def goes_on(now: _Climb) -> Array:
       more = now.i < plan.count
-      return more if keeps_last else more & ~jnp.all(now.best.fooled)
+      return more & jnp.any(is_open(now.best)) if stops else more
 
     start = _Climb(jnp.int32(0), delta, state, tried.best, tried.stuck)
     end = lax.while_loop(goes_on, step, start)
@@ -325,8 +364,7 @@ def prepare(
       return Tried(tried.best._replace(delta=end.delta), end.stuck, spent)
     loss, logits = value(problem.final_images(end.delta), target)
     found = judge(end.delta, loss, logits, labels)
-    is_open = keeps_last | ~end.best.fooled
-    best = better(end.best, found, is_open)
+    best = better(end.best, found, is_open(end.best))
     return Tried(best, end.stuck, spent.plus(forwards=1))
 
   return attempt

@@ -30,6 +30,8 @@ from mwrobust.attacks.geometry import Ball, Domain
 
 Array = jax.Array
 
+_MOMENTUM = 0.75  # What a gradient counts one step later.
+
 
 class Point(NamedTuple):
   """A point that was evaluated: its loss, and the gradient there."""
@@ -44,7 +46,7 @@ class Step(NamedTuple):
 
   Attributes:
     eps: the radius of the ball that the next point has to be in.
-    size: `pgd`: the length of the step.
+    size: `pgd`, `momentum`: the length of the step.
     keep: l1: how many coordinates a step moves, to begin with.
     sparse: whether the norm is l1.
     renews: whether the next point is the first in a smaller ball.
@@ -95,6 +97,37 @@ def _pgd_update(
 
 
 PGD = Rule(_pgd_init, _pgd_update)
+
+
+# ------------------------------------------------------------------- momentum
+
+
+class MomentumState(NamedTuple):
+  """The gradients so far, the older the less they count."""
+
+  velocity: Array
+
+
+def _momentum_init(delta: Array, step: Step) -> MomentumState:
+  del step
+  return MomentumState(jnp.zeros_like(delta))
+
+
+def _momentum_update(
+  state: MomentumState, point: Point, step: Step, ball: Ball, domain: Domain
+) -> tuple[MomentumState, Array]:
+  """Takes PGD's step along the mean of the last gradients."""
+  size = jnp.sum(jnp.abs(point.gradient))
+  velocity = point.gradient / jnp.where(size > 0, size, 1)
+  velocity += _MOMENTUM * state.velocity
+  state = MomentumState(velocity)
+  _, delta = _pgd_update(
+    PgdState(), point._replace(gradient=velocity), step, ball, domain
+  )
+  return state, delta
+
+
+MOMENTUM = Rule(_momentum_init, _momentum_update)
 
 
 # ----------------------------------------------------------------------- APGD
@@ -238,7 +271,7 @@ def _fewer(delta: Array, step: Step, domain: Domain) -> Array:
 
 
 APGD = Rule(_apgd_init, _apgd_update)
-RULES = {'pgd': PGD, 'apgd': APGD}
+RULES = {'pgd': PGD, 'momentum': MOMENTUM, 'apgd': APGD}
 
 
 def _where(holds, yes, no):
@@ -262,18 +295,19 @@ def plan(
   """Writes down every step of a climb, one `Step` for each.
 
   Args:
-    rule: `'pgd'` or `'apgd'`.
+    rule: `'pgd'`, `'momentum'` or `'apgd'`.
     steps: gradient steps in all.
     eps: the radius of the threat.
     norm: its name.
     features: how many coefficients there are.
-    step_size: `pgd`: the length of a step; 2.5 eps / steps if None.
-    percentile: `pgd` with l1: a step moves the top (100 - percentile) %.
+    step_size: the length of a step. If None, `pgd` takes 2.5 eps / steps, and
+      `momentum` the radius of the ball, decaying to 0.
+    percentile: with l1, a step moves the top (100 - percentile) %; `apgd`
+      adapts it.
     radii: the balls to climb in, one after the other, in multiples of eps.
   """
   lengths = stage_lengths(steps, len(radii))
-  size = 2.5 * eps / steps if step_size is None else step_size
-  if rule == 'pgd':
+  if rule != 'apgd':
     keep = max(1, features - math.floor(percentile * features / 100))
   else:
     keep = max(1, math.floor(0.2 * features))
@@ -283,6 +317,12 @@ def plan(
     window = dict(zip(checkpoints[1:], np.diff(checkpoints), strict=True))
     for i in range(length):
       renews = i == length - 1 and stage < len(radii) - 1
+      if step_size is not None:
+        size = step_size
+      elif rule == 'momentum':  # From the radius down to 0 in each ball.
+        size = radius * eps * (1 - i / length)
+      else:
+        size = 2.5 * eps / steps
       planned.append(
         Step(
           eps=np.float32(eps * (radii[stage + 1] if renews else radius)),

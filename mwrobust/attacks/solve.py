@@ -27,7 +27,7 @@ from mwrobust.attacks.threats import Threat
 
 Array = jax.Array
 Attack = Ascent | Fab | Square
-_ATTACKS = 'attacks.pgd(...), slide(...), apgd(...), fab(...) or square(...)'
+_ATTACKS = 'attacks.pgd(...), momentum(...), apgd(...), fab(...) or square(...)'
 
 
 class Found(NamedTuple):
@@ -176,7 +176,9 @@ def _groups(pairs, shapes) -> tuple[list[list[int]], np.ndarray, np.ndarray]:
   groups = {}
   for i, ((_, attack), shape) in enumerate(zip(pairs, shapes, strict=True)):
     shared = isinstance(attack, Ascent)
-    kind = (attack.rule, int(np.prod(shape))) if shared else i
+    kind = i
+    if shared:
+      kind = attack.rule, attack.result, int(np.prod(shape))
     groups.setdefault(kind, []).append(i)
   group_of, place = np.zeros((2, len(pairs)), np.int32)
   for number, members in enumerate(groups.values()):
@@ -233,7 +235,8 @@ def _solve(
 
 def _clip(threat: Threat, attack: Attack) -> str:
   """Only the paper's attacks climb outside of [0, 1]; the set is the same."""
-  if threat.clip == 'end' and attack.stops_early:
+  is_papers = isinstance(attack, Ascent) and attack.rule == 'pgd'
+  if threat.clip == 'end' and not is_papers:
     return 'inside'
   return threat.clip
 
@@ -270,6 +273,7 @@ def _prepare(problem: Problem, pairs, index, only_try: bool):
     rule=ascents[0].rule,
     loss_fn=loss_fn,
     targets=max(ascent.targets for ascent in ascents),
+    result=ascents[0].result,
     only_try=only_try,
   )
 
