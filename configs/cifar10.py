@@ -26,11 +26,12 @@ def get_config(variants: str = ''):
 
 
 def _released(config):
-  config.update(config_lib.preset('released', 'cifar10'))
+  config_lib.use_preset(config, 'released', 'cifar10')
 
 
 def _runlocal(config):
   config_lib.use_cnn(config)
+  config_lib.use_strong_attack(config)
   config.model.options.features = (16, 32)
   config.data.augment = False
   config.policy.eta = 1.0

@@ -19,7 +19,8 @@ def get_config(variants: str = ''):
   config_lib.use_cnn(config)
   config.model.options.features = (16, 32)
   config.model.options.hidden = 100
-  config.threats.eps_linf = 0.2
+  config_lib.set_threats(config, ('pixel', 'dct'), linf=0.2, l2=1.0, l1=5.0)
+  config_lib.use_strong_attack(config)
   config.policy.eta = 0.5
   config.train.T = 12
   config.train.ramp = 0.6
@@ -35,8 +36,9 @@ def _runlocal(config):
   config.model.options.hidden = 16
   config.train.T = 3
   config.train.r = 1
-  config.train.pgd_steps = 2
-  config.train.slide_steps = 2
+  config.attack.steps = 2
+  for fields in config_lib.threat_table(config).values():
+    fields.attack = {}
   config.train.validation_examples = 100
   config.eval.examples = 100
   config.eval.batch_size = 100

@@ -5,29 +5,28 @@ differs. Every result names its preset:
 
   paper      the numbers of the paper; where it gives none, the usual ones
   released   the numbers of the authors' released code, where they differ
+  maini      pixel linf 0.3, l2 2, l1 10 on MNIST, as in multi-norm training
 """
 
+import importlib
 import json
 import math
 import numbers
 import os
-from collections.abc import Callable, Mapping
+import re
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import ml_collections
 from etils import epath
 
-from mwrobust import attacks, policies
-from mwrobust import data as data_lib
-from mwrobust.attacks import norms, spaces
+from mwrobust import attacks, data
+from mwrobust.attacks import norms
 from mwrobust.errors import UserError, check_choice
 from mwrobust.evaluation import PROTOCOLS
+from mwrobust.training import policies
 
 ConfigDict = ml_collections.ConfigDict
-
-# These do not change training, so they may differ between two calls on one
-# workdir. A name that ends with a dot stands for all fields below it.
-FREE_FIELDS = ('eval.', 'train.log_every')
 
 # Radii (linf, l2, l1), the same in every space, by preset and data set.
 EPS = {
@@ -36,6 +35,19 @@ EPS = {
     'mnist': (0.2, 2.0, 10.0),
     'cifar10': (8 / 255, 1.0, 2000 / 255),
   },
+  'maini': {'mnist': (0.3, 2.0, 10.0)},
+}
+# These do not change training, so they may differ between two calls on one
+# workdir. A name that ends with a dot stands for all fields below it.
+FREE_FIELDS = ('eval.', 'train.log_every')
+THREAT_FIELDS = ('space', 'norm', 'eps', 'clip', 'attack')
+# What differs from `config.attack` in the attack of training, by space and
+# norm: pixel linf is not masked, and l1 needs steps whose support adapts.
+_L1 = {'rule': 'apgd', 'steps': 20, 'radii': (3.0, 2.0, 1.0)}
+TRAINING_ATTACKS = {
+  ('pixel', 'linf'): {'radii': (1.0,)},
+  ('pixel', 'l1'): _L1,
+  ('dct', 'l1'): _L1,
 }
 
 
@@ -48,52 +60,72 @@ def base() -> ConfigDict:
   # 'ensemble' (Figure 2): all T are kept, the output is their mean softmax;
   # for small networks, as it holds T of them at once.
   config.algorithm = 'scalable'
+  # Which threat a mini batch is attacked by: multiplicative_weights, greedy,
+  # round_robin, uniform, single, natural, e_at, ucb. Or all of them at once:
+  # max, avg, msd.
+  config.method = 'multiplicative_weights'
 
-  config.data = data = ConfigDict()
-  # mnist, cifar10, mnist5k, tfds:NAME, or the path of an .npz file or folder.
-  data.name = 'mnist'
-  # Folder of the published raw files, of tensorflow-datasets, or of the path;
-  # '' for tensorflow-datasets' own folder, and the current one.
-  data.dir = ''
-  data.validation = 'seed'  # The 10 % of train: chosen by the seed, or 'last'.
-  data.augment = False  # Random crops of the image padded by 4, and flips.
-  data.train_examples = 0  # The first so many only; 0 for all.
+  config.data = data_fields = ConfigDict()
+  # mnist, cifar10, mnist5k, tfds:NAME, or an .npz file or a folder of your own.
+  data_fields.name = 'mnist'
+  # Folder of the published raw files; '' for tensorflow-datasets.
+  data_fields.dir = ''
+  data_fields.validation = 'seed'  # The 10 % of train: by the seed, or 'last'.
+  data_fields.augment = False  # Random crops of the padded image, and flips.
+  data_fields.train_examples = 0  # The first so many only; 0 for all.
 
   config.model = model = ConfigDict()
-  model.name = 'resnet50'  # See mwrobust/models.
+  model.name = 'resnet50'  # See mwrobust/models; or module:Class of your own.
   model.options = ConfigDict()  # Its own fields, such as width.
 
-  config.threats = threats = ConfigDict()  # Each space with each norm.
-  threats.spaces = ('pixel', 'dct')
-  threats.norms = ('linf', 'l2', 'l1')
-  threats.eps_linf = 0.4
-  threats.eps_l2 = 1.0
-  threats.eps_l1 = 5.0
+  # By name: space, norm, eps and clip (see mwrobust.attacks.Threat), and what
+  # differs in its training attack. A space of your own is module:NAME.
+  config.threats = ConfigDict()
+  config.threats.only = ()  # The names of those to use; () for all.
 
-  config.policy = policy = ConfigDict()
-  policy.name = 'multiplicative_weights'  # See mwrobust/policies.py.
+  config.attack = attack = ConfigDict()  # Of training and validation.
+  attack.rule = 'momentum'  # Or 'pgd', 'apgd'; see mwrobust.attacks.Ascent.
+  attack.steps = 10
+  attack.step_size = 0.0  # In multiples of eps; 0 for what the rule takes.
+  attack.radii = (2.0, 1.0)  # The balls to climb in, one after the other.
+  attack.loss = 'ce'  # Or 'margin', 'dlr', 'probability_margin'.
+  attack.percentile = 99.0  # l1: a step moves the largest 1 %.
+  attack.random_start = True
+  config.validation_attack = ConfigDict()  # What differs in validation.
+
+  config.policy = policy = ConfigDict()  # Each method has its own.
   policy.eta = 0.1  # multiplicative_weights: the paper's scaling factor.
   policy.eta_schedule = 'constant'  # Or 'inverse_sqrt': eta / sqrt(t).
+  policy.signal = 'loss'  # What moves the weights; or 'error', the bounded one.
   policy.threat = 'pixel_linf'  # single: which one.
+  policy.exploration = 1.0  # ucb: how much is tried.
 
   config.optimizer = optimizer = ConfigDict()
-  optimizer.name = 'sgd'  # Or 'adam'.
+  optimizer.name = 'sgd'  # Or 'adam', 'adamw'.
   optimizer.learning_rate = 0.1  # The highest.
-  optimizer.schedule = 'steps'  # Or 'one_cycle' (cosine, up and down).
+  optimizer.schedule = (
+    'steps'  # Or 'one_cycle' (cosine, up and down), 'cosine'.
+  )
   optimizer.drops = (100, 150)  # steps: epochs after which it is divided by 10.
   optimizer.momentum = 0.9  # sgd
   optimizer.l2 = 1e-4  # Times the sum of squares of the convolution kernels.
+  optimizer.weight_decay = 1e-4  # adamw
 
   config.train = train = ConfigDict()
   train.T = 40  # Outer steps.
   train.r = 5.0  # Epochs in each, or a part of one; then comes the update.
+  # Gradient evaluations (one image once forward and back) of the whole
+  # training, from which r follows; 0 to give r. Methods that are compared get
+  # the same budget.
+  train.budget = 0
   train.h = 3  # How many of the last parameters are averaged.
   train.batch_size = 128
   train.ramp = 0.0  # Share of training in which the radii grow from 0.
   train.validation_examples = 0  # To estimate the losses on; 0 for all.
-  train.pgd_steps = 10  # linf and l2
-  train.slide_steps = 20  # l1
-  train.percentile = 95.0  # l1: a step moves the largest 5 %.
+  # On the first so many of them, a stronger attack checks after every outer
+  # step whether the training attack is being fooled; 0 for no check.
+  train.check_examples = 50
+  train.precision = 'float32'  # Or 'bfloat16' for the network's own training.
   train.log_every = 100  # Steps between two rows of metrics.
 
   config.eval = evaluation = ConfigDict()
@@ -112,26 +144,83 @@ def base() -> ConfigDict:
 
 
 def preset(name: str, data: str) -> ConfigDict:
-  """The preset's numbers for a data set."""
+  """Returns the preset's numbers for a data set."""
   check_choice('preset', name, EPS)
   check_choice('data.name', data, EPS[name])
   config = base()
   config.preset = name
   config.data.name = data
-  threats = config.threats
-  threats.eps_linf, threats.eps_l2, threats.eps_l1 = EPS[name][data]
-  config.data.augment = data == 'cifar10'
+  spaces = ('pixel',) if name == 'maini' else ('pixel', 'dct')
+  set_threats(config, spaces, *EPS[name][data])
+  if data == 'mnist':
+    config.train.T = 20
+    config.train.r = 3.0
+    config.train.batch_size = 100
+    config.optimizer.learning_rate = 1e-3
+    config.optimizer.drops = (30, 45)
+  if name in ('paper', 'released'):
+    use_papers_attack(config)
+    config.data.augment = data == 'cifar10'
+    for fields in threat_table(config).values():
+      if fields.space == 'dct' or name == 'released':
+        fields.clip = 'end'
   if name == 'released':
     config.model.name = 'resnet_v1_50'
     config.data.validation = 'last'
     config.data.augment = True
-  if data == 'mnist':
-    config.train.T = 20
-    config.train.r = 3
-    config.train.batch_size = 100
-    config.optimizer.learning_rate = 1e-3
-    config.optimizer.drops = (30, 45)
+  if name == 'maini':
+    config.model.name = 'maini'
+    config.optimizer.name = 'adam'
+    config.optimizer.schedule = 'one_cycle'
+    config.optimizer.l2 = 0.0
+    config.train.r = 0.75
   return config
+
+
+def set_threats(
+  config: ConfigDict,
+  spaces: Iterable[str],
+  linf: float,
+  l2: float,
+  l1: float,
+) -> None:
+  """Makes linf, l2 and l1 in each space the threats of a config."""
+  config.threats = ConfigDict({'only': ()})
+  for space in spaces:
+    for norm, eps in (('linf', linf), ('l2', l2), ('l1', l1)):
+      config.threats[f'{space}_{norm}'] = ConfigDict(
+        {
+          'space': space,
+          'norm': norm,
+          'eps': float(eps),
+          'clip': 'inside',
+          'attack': TRAINING_ATTACKS.get((space, norm), {}),
+        }
+      )
+
+
+def use_preset(config: ConfigDict, name: str, data: str) -> None:
+  """Replaces all fields of a config by those of a preset."""
+  config.threats = ConfigDict()
+  config.update(preset(name, data))
+
+
+def use_strong_attack(config: ConfigDict) -> None:
+  """Trains with attacks on the clipped image that are harder to fool."""
+  config.attack = base().attack
+  for fields in threat_table(config).values():
+    fields.clip = 'inside'
+    own = TRAINING_ATTACKS.get((fields.space, fields.norm), {})
+    fields.attack = ConfigDict(own)
+
+
+def use_papers_attack(config: ConfigDict) -> None:
+  """Trains with the paper's attacks: ten steps of PGD, 20 of SLIDE for l1."""
+  config.attack.rule = 'pgd'
+  config.attack.radii = (1.0,)
+  config.attack.percentile = 95.0
+  for fields in threat_table(config).values():
+    fields.attack = ConfigDict({'steps': 20} if fields.norm == 'l1' else {})
 
 
 def use_cnn(config: ConfigDict) -> None:
@@ -144,7 +233,7 @@ def use_cnn(config: ConfigDict) -> None:
 
 
 def flatten(config: Mapping[str, Any], prefix: str = '') -> dict[str, Any]:
-  """A tree of fields as `{'train.h': 3, ...}`."""
+  """Returns a tree of fields as `{'train.h': 3, ...}`."""
   flat = {}
   for name, value in config.items():
     if isinstance(value, Mapping | ConfigDict):
@@ -155,9 +244,24 @@ def flatten(config: Mapping[str, Any], prefix: str = '') -> dict[str, Any]:
 
 
 def check_field(field: str) -> None:
-  """Raises a UserError if there is no such field; models have their own."""
-  if not field.startswith('model.options.'):
-    check_choice('config', field, flatten(base()))
+  """Raises a UserError if there is no such field."""
+  known = flatten(base())
+  if field in known or field.startswith('model.options.'):
+    return
+  if field in ('epochs', 'train.epochs'):
+    raise UserError(
+      f'config.{field} does not exist: the epochs are train.T x train.r, or '
+      'follow from train.budget.'
+    )
+  group, _, name = field.rpartition('.')
+  if group == 'validation_attack' or re.fullmatch(
+    r'threats\.[^.]+\.attack', group
+  ):
+    check_choice(f'The field of config.{group}', name, base().attack)
+  elif re.fullmatch(r'threats\.[^.]+', group):
+    check_choice(f'The field of config.{group}', name, THREAT_FIELDS)
+  else:
+    check_choice('config', field, known)
 
 
 def apply_variants(
@@ -182,7 +286,7 @@ def apply_variants(
 
 
 def load(workdir: str | os.PathLike) -> ConfigDict:
-  """The config of the run in a workdir, as its config.json has it."""
+  """Returns the config of the run in a workdir, as its config.json has it."""
   path = epath.Path(workdir, 'config.json')
   try:
     fields = json.loads(path.read_text())
@@ -196,12 +300,12 @@ def load(workdir: str | os.PathLike) -> ConfigDict:
     ) from error
   except (OSError, ValueError, AttributeError, TypeError) as error:
     raise UserError(
-      f'{path} is no config ({error}): choose another --workdir, or mend it.'
+      f'{path} is no config ({error}): choose another --workdir, or fix it.'
     ) from error
 
 
 def to_share(config: ConfigDict) -> dict[str, Any]:
-  """As JSON has it, without what is of this machine."""
+  """Returns the fields as JSON has them, without machine-specific paths."""
   fields = json.loads(config.to_json())
   fields['data']['dir'] = ''
   return fields
@@ -213,27 +317,114 @@ def _with_tuples(value: Any) -> Any:
   return tuple(value) if isinstance(value, list) else value
 
 
+# -------------------------------------------------------- what the fields mean
+
+
+def threat_table(config: ConfigDict) -> dict[str, ConfigDict]:
+  """Returns the fields of the threats that are used, by name, in order.
+
+  Pixels first, and linf, l2, l1, as in the paper.
+  """
+  table = {
+    name: fields for name, fields in config.threats.items() if name != 'only'
+  }
+
+  def place(name: str) -> tuple:
+    fields = table[name]
+    norm = list(norms.NORMS).index(fields.norm)
+    return fields.space != 'pixel', fields.space, norm, fields.eps, name
+
+  chosen = config.threats.only or table
+  return {name: table[name] for name in sorted(chosen, key=place)}
+
+
 def make_threats(config: ConfigDict) -> tuple[attacks.Threat, ...]:
-  """Makes the threats: each space with each norm."""
+  """Makes the threats of the config's table."""
   return tuple(
-    attacks.Threat(space=space, norm=norm, eps=config.threats[f'eps_{norm}'])
-    for space in config.threats.spaces
-    for norm in config.threats.norms
+    attacks.Threat(
+      space=_load_space(fields.space, f'threats.{name}.space'),
+      norm=fields.norm,
+      eps=float(fields.eps),
+      clip=fields.clip,
+      name=name,
+    )
+    for name, fields in threat_table(config).items()
   )
 
 
+def _load_space(space: str, field: str) -> str | attacks.Space:
+  """Returns the name of a space; or, of `module:NAME`, the space itself."""
+  module, colon, name = space.partition(':')
+  if not colon:
+    check_choice(field, space, [*attacks.SPACES, 'module:NAME'])
+    return space
+  try:
+    found = getattr(importlib.import_module(module), name)
+  except (ImportError, AttributeError) as error:
+    raise UserError(f'{field} = {space!r} cannot be imported: {error}.') from (
+      error
+    )
+  if not isinstance(found, attacks.Space):
+    raise UserError(f'{field} = {space!r} is {found!r}: must be a Space.')
+  return found
+
+
 def make_pairs(
-  config: ConfigDict,
+  config: ConfigDict, phase: str = 'train'
 ) -> tuple[tuple[attacks.Threat, attacks.Attack], ...]:
-  """Gives each threat its attack in training and validation."""
-  train = config.train
-  by_norm = {
-    'linf': attacks.pgd(train.pgd_steps),
-    'l2': attacks.pgd(train.pgd_steps),
-    'l1': attacks.slide(train.slide_steps, percentile=train.percentile),
-  }
-  threats = make_threats(config)
-  return tuple((threat, by_norm[threat.norm]) for threat in threats)
+  """Gives each threat its attack in a phase: `'train'` or `'validation'`."""
+  pairs = []
+  for threat in make_threats(config):
+    fields = config.attack.to_dict()
+    fields |= threat_table(config)[threat.name].attack.to_dict()
+    if phase == 'validation':
+      fields |= config.validation_attack.to_dict()
+    size = fields.pop('step_size')
+    try:
+      attack = attacks.Ascent(
+        **fields,
+        step_size=size * threat.eps if size else None,
+        result='highest' if fields['rule'] == 'apgd' else 'last',
+      )
+    except (TypeError, ValueError) as error:
+      raise UserError(f'The attack on {threat.name}: {error}') from error
+    pairs.append((threat, attack))
+  return tuple(pairs)
+
+
+METHODS = {  # By method: its adversary, and its policy.
+  'multiplicative_weights': ('one', 'multiplicative_weights'),
+  'greedy': ('one', 'greedy'),
+  'round_robin': ('one', 'round_robin'),
+  'uniform': ('one', 'uniform'),
+  'single': ('one', 'single'),
+  'e_at': ('one', 'e_at'),
+  'ucb': ('one', 'ucb'),
+  'natural': ('none', 'natural'),
+  'max': ('max', 'uniform'),
+  'avg': ('avg', 'uniform'),
+  'msd': ('msd', 'uniform'),
+}
+
+
+def make_policy(config: ConfigDict) -> policies.Policy:
+  """Makes the policy of the config's method."""
+  names = list(threat_table(config))
+  eta = config.policy.eta
+  if config.policy.eta_schedule == 'inverse_sqrt':
+    schedule = lambda t: eta / (t + 1.0) ** 0.5  # noqa: E731
+  else:
+    schedule = eta
+  _, policy = METHODS[config.method]
+  is_single = config.method == 'single'
+  return policies.make(
+    policy,
+    len(names),
+    eta=schedule,
+    signal=config.policy.signal,
+    index=names.index(config.policy.threat) if is_single else None,
+    exploration=config.policy.exploration,
+  )
 
 
 def window(config: ConfigDict) -> int:
@@ -250,44 +441,37 @@ def network_name(kind: str, config: ConfigDict) -> str:
 
 def describe(config: ConfigDict, shared: bool = False) -> str:
   """Describes a run in a few lines; or only what the runs of a table share."""
-  threats, train = config.threats, config.train
-  radii = ', '.join(f'{n} {threats[f"eps_{n}"]:.4g}' for n in threats.norms)
-  own = '' if shared else f', policy {config.policy.name}, seed {config.seed}'
+  train = config.train
+  threats = ', '.join(
+    f'{name} {fields.eps:.4g}' for name, fields in threat_table(config).items()
+  )
+  own = '' if shared else f', method {config.method}, seed {config.seed}'
+  length = (
+    f'a budget of {train.budget:,} gradient evaluations'
+    if train.budget
+    else f'r = {train.r:g} epochs in each'
+  )
   return (
     f'Data {config.data.name}, network {config.model.name}, preset '
     f'{config.preset}{own}.\n'
-    f'Threats in {" and ".join(threats.spaces)}, with radii {radii}.\n'
-    f'T = {train.T} outer steps of r = {train.r:g} epochs, batches of '
-    f'{train.batch_size}, h = {train.h}.'
+    f'Threats: {threats}.\n'
+    f'T = {train.T} outer steps, {length}, batches of {train.batch_size}, '
+    f'h = {train.h}.'
   )
 
 
-def make_policy(config: ConfigDict) -> policies.Policy:
-  """The policy over the config's threats."""
-  names = [threat.name for threat in make_threats(config)]
-  eta = config.policy.eta
-  if config.policy.eta_schedule == 'inverse_sqrt':
-    schedule = lambda t: eta / (t + 1.0) ** 0.5  # noqa: E731
-  else:
-    schedule = eta
-  return policies.make(
-    config.policy.name,
-    len(names),
-    eta=schedule,
-    index=names.index(config.policy.threat)
-    if config.policy.name == 'single'
-    else None,
-  )
+# ------------------------------------------------------------------- validation
 
 
 def validate(config: ConfigDict) -> None:
   """Raises a UserError that names the first field that is wrong."""
-  _check_fields(config)
-  data_lib.check_name(config.data.name, config.data.dir)
-  check_choice('algorithm', config.algorithm, ('scalable', 'ensemble'))
-  check_choice('data.validation', config.data.validation, ('seed', 'last'))
   from mwrobust import models  # Flax, which a report does without.
 
+  _check_fields(config)
+  data.check_name(config.data.name, config.data.dir)
+  check_choice('algorithm', config.algorithm, ('scalable', 'ensemble'))
+  check_choice('data.validation', config.data.validation, ('seed', 'last'))
+  check_choice('method', config.method, METHODS)
   models.create(  # Only to have its name and the names of its options checked.
     config.model.name,
     num_classes=10,
@@ -295,32 +479,32 @@ def validate(config: ConfigDict) -> None:
     std=(0.5,),
     **config.model.options,
   )
-  for space in config.threats.spaces:
-    check_choice('threats.spaces', space, spaces.SPACES)
-  for norm in config.threats.norms:
-    check_choice('threats.norms', norm, norms.NORMS)
-  check_choice(
-    'policy.eta_schedule',
-    config.policy.eta_schedule,
-    ('constant', 'inverse_sqrt'),
-  )
-  check_choice('optimizer.name', config.optimizer.name, ('sgd', 'adam'))
-  check_choice(
-    'optimizer.schedule', config.optimizer.schedule, ('steps', 'one_cycle')
-  )
+  for field, allowed in {
+    'policy.eta_schedule': ('constant', 'inverse_sqrt'),
+    'policy.signal': ('loss', 'error'),
+    'optimizer.name': ('sgd', 'adam', 'adamw'),
+    'optimizer.schedule': ('steps', 'one_cycle', 'cosine'),
+    'train.precision': ('float32', 'bfloat16'),
+  }.items():
+    check_choice(field, _get(config, field), allowed)
   for field in (
     *('train.T', 'train.h', 'train.batch_size', 'train.log_every'),
-    *('train.pgd_steps', 'train.slide_steps', 'eval.batch_size'),
+    *('attack.steps', 'eval.batch_size'),
   ):
     _check_range(config, field, lowest=1)
   for field in (
     *('data.train_examples', 'train.validation_examples', 'eval.examples'),
-    *('optimizer.l2', 'optimizer.momentum', 'eval.curve_examples'),
+    *(
+      'train.check_examples',
+      'optimizer.l2',
+      'optimizer.momentum',
+      'optimizer.weight_decay',
+    ),
+    *('eval.curve_examples', 'train.budget', 'attack.step_size'),
   ):
     _check_range(config, field, lowest=0)
   for field in (
-    *('threats.eps_linf', 'threats.eps_l2', 'threats.eps_l1'),
-    *('optimizer.learning_rate', 'policy.eta', 'train.r'),
+    *('optimizer.learning_rate', 'policy.eta', 'policy.exploration', 'train.r'),
   ):
     _check_range(config, field, above=0)
   _check_range(config, 'seed', lowest=0, below=2**32)
@@ -330,11 +514,7 @@ def validate(config: ConfigDict) -> None:
       f'optimizer.drops = {config.optimizer.drops!r} is not allowed: it must '
       'be epochs, whole numbers above 0.'
     )
-  _check_range(config, 'train.percentile', lowest=0, below=100)
-  if not (config.threats.spaces and config.threats.norms):
-    raise UserError(
-      'threats.spaces and threats.norms must each name at least one.'
-    )
+  _check_threats(config)
   if config.train.h > config.train.T:
     raise UserError(
       f'train.h = {config.train.h} is more than train.T = {config.train.T}: '
@@ -353,12 +533,42 @@ def validate(config: ConfigDict) -> None:
       "eval.others has 'recalibrated', the average of the last h with other "
       "statistics: it needs train.h > 1 and algorithm = 'scalable'."
     )
-  names = [threat.name for threat in make_threats(config)]
-  if len(set(names)) < len(names):
-    raise UserError(f'threats.spaces and threats.norms repeat one: {names}.')
-  if config.policy.name == 'single':
-    check_choice('policy.threat', config.policy.threat, names)
   make_policy(config)
+
+
+def _check_threats(config: ConfigDict) -> None:
+  names = [name for name in config.threats if name != 'only']
+  for name in names:
+    fields = config.threats[name]
+    for field in THREAT_FIELDS:
+      if field not in fields:
+        raise UserError(
+          f'threats.{name}.{field} is missing: a threat has '
+          f'{", ".join(THREAT_FIELDS)}.'
+        )
+    for field in fields:
+      check_field(f'threats.{name}.{field}')
+    for field in fields.attack:
+      check_field(f'threats.{name}.attack.{field}')
+    check_choice(f'threats.{name}.norm', fields.norm, norms.NORMS)
+    _check_range(config, f'threats.{name}.eps', above=0)
+  for field in config.validation_attack:
+    check_field(f'validation_attack.{field}')
+  for name in config.threats.only:
+    check_choice('threats.only', name, names)
+    if config.threats.only.count(name) > 1:
+      raise UserError(f'threats.only = {config.threats.only!r} repeats {name}.')
+  if not names:
+    raise UserError('threats is empty: name at least one threat.')
+  try:
+    make_pairs(config)
+    make_pairs(config, 'validation')
+  except UserError:
+    raise
+  except ValueError as error:
+    raise UserError(f'threats: {error}') from error
+  if config.method == 'single':
+    check_choice('policy.threat', config.policy.threat, threat_table(config))
 
 
 def _check_fields(config: ConfigDict) -> None:
@@ -385,6 +595,13 @@ def _same_kind(value, expected) -> bool:
   return type(value) is type(expected)
 
 
+def _get(config: ConfigDict, field: str) -> Any:
+  value = config
+  for name in field.split('.'):
+    value = value[name]
+  return value
+
+
 def _check_range(
   config: ConfigDict,
   field: str,
@@ -394,9 +611,9 @@ def _check_range(
   above: float = -math.inf,
   below: float = math.inf,
 ) -> None:
-  group, _, name = field.rpartition('.')
-  value = config[group][name] if group else config[name]
-  if lowest <= value <= highest and above < value < below:
+  value = _get(config, field)
+  is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)
+  if is_number and lowest <= value <= highest and above < value < below:
     return
   bounds = [
     f'{word} {bound:g}'

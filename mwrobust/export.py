@@ -16,12 +16,12 @@ import safetensors.numpy
 from etils import epath
 
 from mwrobust import config as config_lib
-from mwrobust import run_evaluation
 from mwrobust.errors import UserError
 from mwrobust.evaluation import Outcomes
-from mwrobust.job import prepare, refuse_another_run
 from mwrobust.reporting import runs
 from mwrobust.runtime import files
+from mwrobust.training import evaluation
+from mwrobust.training.setup import prepare, refuse_another_run
 
 
 def export(
@@ -47,7 +47,7 @@ def export(
   job = prepare(config)
   network = next(
     network
-    for network in run_evaluation.networks(job, run.workdir, lambda: None, say)
+    for network in evaluation.networks(job, run.workdir, lambda: None, say)
     if network.is_output
   )
   (variables,) = network.members

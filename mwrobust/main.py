@@ -13,10 +13,11 @@ import pathlib
 
 from absl import flags
 
-from mwrobust import command_line, export, reporting, run_evaluation, train
+from mwrobust import command_line, export, reporting
 from mwrobust.errors import UserError
 from mwrobust.reporting import runs
 from mwrobust.runtime import devices
+from mwrobust.training import evaluation, loop
 
 _CONFIG = command_line.define_config(
   'File of the run, with variants: configs/mnist.py:cnn. By default '
@@ -61,8 +62,8 @@ def main(argv: list[str]) -> None:
   devices.use_all_cores(config.train.batch_size)
   workdir = _WORKDIR.value or f'runs/{command_line.config_name()}'
   job = {
-    'train': train.train_and_evaluate,
-    'eval': run_evaluation.evaluate_run,
+    'train': loop.train_and_evaluate,
+    'eval': evaluation.evaluate_run,
     'export': export.export,
   }[_MODE.value]
   say = functools.partial(print, flush=True)

@@ -310,7 +310,7 @@ def run_missing(
   for number, run in enumerate(planned, start=1):
     say(f'\n---- run {number} of {len(planned)}: {run.workdir}')
     if _status(run)[0] != 'done':
-      train.train_and_evaluate(run.config, str(run.workdir), say)
+      loop.train_and_evaluate(run.config, str(run.workdir), say)
     found.append(runs.load(run.workdir))
   return found
 

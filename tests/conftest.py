@@ -44,10 +44,10 @@ def tiny_run(tmp_path_factory):
   """The workdir of a finished tiny run; copy it before you change it."""
   from tiny_run import tiny
 
-  from mwrobust import train
+  from mwrobust.training import loop
 
   workdir = tmp_path_factory.mktemp('tiny') / 'run'
-  train.train_and_evaluate(tiny(), str(workdir), lambda text: None)
+  loop.train_and_evaluate(tiny(), str(workdir), lambda text: None)
   return workdir
 
 

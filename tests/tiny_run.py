@@ -1,5 +1,7 @@
 """A run of all six threats, as small as it gets."""
 
+import functools
+
 from mwrobust import config as config_lib
 
 TINY = {
@@ -10,8 +12,8 @@ TINY = {
   'train.r': 1,
   'train.log_every': 4,
   'train.validation_examples': 30,
-  'train.pgd_steps': 2,
-  'train.slide_steps': 2,
+  'train.check_examples': 0,
+  'attack.steps': 2,
   'eval.examples': 30,
   'eval.batch_size': 20,
   'eval.protocols': ('paper',),
@@ -22,6 +24,8 @@ TINY = {
 def tiny(**changes):
   """The quickstart, as small as it gets."""
   config = config_lib.preset('paper', 'mnist')
+  for fields in config_lib.threat_table(config).values():
+    fields.attack = {}
   config.data.name = 'mnist5k'
   config.model.name = 'cnn'
   config.model.options.features = (2, 4)
@@ -29,6 +33,8 @@ def tiny(**changes):
   config.optimizer.name = 'adam'
   config.train.ramp = 0.5
   for field, value in (TINY | changes).items():
-    group, _, name = field.rpartition('.')
-    (config[group] if group else config)[name] = value
+    *groups, name = field.split('.')
+    functools.reduce(lambda fields, group: fields[group], groups, config)[
+      name
+    ] = value
   return config

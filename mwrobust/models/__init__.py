@@ -52,11 +52,13 @@ import flax.linen as nn
 from mwrobust.errors import UserError, check_choice
 from mwrobust.models import own
 from mwrobust.models.cnn import CNN
+from mwrobust.models.maini import MainiCNN
 from mwrobust.models.preact_resnet import PreActResNet
 from mwrobust.models.resnet import BottleneckResNet, ResNetV1
 
 MODELS = {
   'cnn': CNN,
+  'maini': MainiCNN,
   'resnet50': BottleneckResNet,
   'resnet_v1_50': ResNetV1,
   'preact_resnet18': PreActResNet,

@@ -22,6 +22,11 @@ METHODS = {
   'greedy': 'Greedy',
   'uniform': 'Uniform',
   'natural': 'Natural',
+  'e_at': 'E-AT',
+  'ucb': 'UCB',
+  'max': 'MAX',
+  'avg': 'AVG',
+  'msd': 'MSD',
 }
 # The random starts of the paper's tables, by protocol.
 STARTS = {'paper': 1, 'paper-20': 20}

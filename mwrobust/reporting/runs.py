@@ -17,7 +17,7 @@ from mwrobust.reporting.sections import Evaluated
 # Config fields in which the seeds of one method may differ, and those in which
 # methods may. A name that ends with a dot stands for all fields below it.
 SEEDS_DIFFER = (*config_lib.FREE_FIELDS, 'seed', 'data.dir')
-METHODS_DIFFER = (*SEEDS_DIFFER, 'policy.')
+METHODS_DIFFER = (*SEEDS_DIFFER, 'method', 'policy.')
 
 
 class Group(NamedTuple):
@@ -73,9 +73,10 @@ class Run(NamedTuple):
 
   @property
   def method(self) -> str:
-    """The policy, with its threat if that is the only one."""
-    policy = self.config.policy
-    return f'single {policy.threat}' if policy.name == 'single' else policy.name
+    """The method, with its threat if that is the only one."""
+    config = self.config
+    is_single = config.method == 'single'
+    return f'single {config.policy.threat}' if is_single else config.method
 
   @property
   def output(self) -> str | None:

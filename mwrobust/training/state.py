@@ -10,8 +10,8 @@ import ml_collections
 import optax
 from flax.training import train_state
 
-from mwrobust import policies
 from mwrobust.runtime import devices
+from mwrobust.training import policies
 
 
 class TrainState(train_state.TrainState):
@@ -34,7 +34,7 @@ def create(
   optimizer: optax.GradientTransformation,
   policy: policies.Policy,
 ) -> TrainState:
-  """A state before the first step."""
+  """Makes the state before the first step."""
 
   def init():
     images = jnp.zeros((1, *image_shape))
@@ -56,16 +56,20 @@ def create(
 def make_optimizer(
   config: ml_collections.ConfigDict, steps_per_epoch: int, total_steps: int
 ) -> tuple[optax.GradientTransformation, Callable[[int], jax.Array]]:
-  """The optimizer of `config.optimizer`, and its learning rate by step."""
+  """Makes the optimizer of the config, and its learning rate by step."""
+  rate = config.learning_rate
   if config.schedule == 'one_cycle':
-    schedule = optax.cosine_onecycle_schedule(total_steps, config.learning_rate)
+    schedule = optax.cosine_onecycle_schedule(total_steps, rate)
+  elif config.schedule == 'cosine':
+    schedule = optax.cosine_decay_schedule(rate, total_steps)
   else:
     drops = {epoch * steps_per_epoch: 0.1 for epoch in config.drops}
-    schedule = optax.piecewise_constant_schedule(config.learning_rate, drops)
-  if config.name == 'adam':
-    optimizer = optax.adam(schedule)
-  else:
-    optimizer = optax.sgd(schedule, config.momentum)
+    schedule = optax.piecewise_constant_schedule(rate, drops)
+  optimizer = {
+    'sgd': lambda: optax.sgd(schedule, config.momentum),
+    'adam': lambda: optax.adam(schedule),
+    'adamw': lambda: optax.adamw(schedule, weight_decay=config.weight_decay),
+  }[config.name]()
   if config.l2:
     # The slope of l2 * sum(kernel^2), which Keras calls l2 regularisation.
     decay = optax.add_decayed_weights(2 * config.l2, _is_conv_kernel)

@@ -13,21 +13,21 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import ml_collections
-import numpy as np
 from etils import epath
 
-from mwrobust import averaging, checkpoints, evaluation
 from mwrobust import config as config_lib
+from mwrobust import evaluation
 from mwrobust.evaluation import Outcomes
-from mwrobust.job import (
+from mwrobust.runtime.signals import stop_signals
+from mwrobust.training import averaging, checkpoints
+from mwrobust.training.setup import (
   Job,
   check_training,
   prepare,
   refuse_another_run,
   training_batch,
 )
-from mwrobust.runtime.signals import stop_signals
-from mwrobust.state import TrainState
+from mwrobust.training.state import TrainState
 
 Evaluations = dict[str, dict[str, Outcomes]]  # By network, then by protocol.
 
@@ -207,10 +207,11 @@ def recalibrate(
   the parameters stay as they are.
   """
   check_training(job)
-  steps = int(state.step) + np.arange(job.steps_per_epoch)
-  indices = np.asarray(job.choose(state.policy, jnp.asarray(steps)))
-  for step, index in zip(steps, indices, strict=True):
+  for step in range(
+    int(state.step), int(state.step) + job.schedule.steps_per_epoch
+  ):
     check_stop()
+    index = job.choose(state.policy, step)
     copy = jax.tree.map(jnp.copy, state)  # The train step takes it for itself.
     trained, _ = job.train_step(copy, index, training_batch(job, step))
     state = state.replace(step=trained.step, batch_stats=trained.batch_stats)

@@ -22,7 +22,7 @@ from orbax.checkpoint import v1 as ocp
 
 from mwrobust.errors import UserError
 from mwrobust.runtime import devices
-from mwrobust.state import TrainState
+from mwrobust.training.state import TrainState
 
 
 class Checkpoints:

@@ -1,0 +1,404 @@
+"""The main job, in the order of the paper's Figure 3.
+
+`train_and_evaluate(config, workdir)` is the one entry for the command line,
+tests and notebooks. It can be killed at any moment: run again, it resumes and
+ends with the same parameters to the bit, because everything random is a
+function of (seed, step) and a checkpoint is whole or not there.
+"""
+
+import contextlib
+import json
+import time
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import ml_collections
+import numpy as np
+from etils import epath
+
+from mwrobust import config as config_lib
+from mwrobust import data
+from mwrobust.errors import UserError
+from mwrobust.runtime import devices, files
+from mwrobust.runtime.metrics import Metrics
+from mwrobust.runtime.progress import Progress
+from mwrobust.runtime.signals import Interrupted, Stop, stop_signals
+from mwrobust.training import evaluation, game, setup
+from mwrobust.training.checkpoints import Checkpoints
+from mwrobust.training.policies import Validation
+from mwrobust.training.setup import Job
+from mwrobust.training.state import TrainState
+
+FOOLED = 1.5  # How much more loss a better attack may find than training's.
+
+
+def train_and_evaluate(
+  config: ml_collections.ConfigDict,
+  workdir: str,
+  say: Callable[[str], None] = print,
+) -> evaluation.Evaluations:
+  """Trains a network against all threats, then attacks it with each of them.
+
+  Args:
+    config: see `mwrobust/config.py`.
+    workdir: where all results go. Resumes the run if the workdir holds one, and
+      extends it if `train.T` is larger and nothing depends on the length.
+    say: prints what a reader at the terminal should know.
+
+  Returns:
+    The outcomes by network (`'h=1'`, `'h=3 average'`, ...) and protocol.
+  """
+  config_lib.validate(config)
+  workdir = epath.Path(workdir)
+  if not setup.extend(workdir, config):
+    setup.refuse_another_run(workdir, config)
+  job = setup.prepare(config)
+
+  def set_status(status: str) -> None:
+    files.write_json(workdir / 'status.json', {'status': status})
+
+  with files.locked(workdir), stop_signals() as stop:
+    if not (workdir / 'config.json').exists():
+      files.write_json(workdir / 'config.json', json.loads(config.to_json()))
+    say(f'{config_lib.describe(config)}\nWorkdir {workdir}')
+    set_status('running')
+    try:
+      train(job, workdir, stop, say)
+      found = evaluation.evaluate(job, config, workdir, stop.check, say)
+    except BaseException as error:
+      set_status(_STATUSES.get(type(error), 'failed'))
+      raise
+    set_status('done')
+  return found
+
+
+# ------------------------------------------------------------------- training
+
+
+def train(
+  job: Job, workdir: epath.Path, stop: Stop, say: Callable[[str], None]
+) -> None:
+  """Figure 3: T times, r epochs, then a validation and an update."""
+  config, steps = job.config, job.schedule.steps
+  keep = None if config.algorithm == 'ensemble' else max(2, config.train.h)
+  with contextlib.closing(Checkpoints(workdir, keep)) as checkpoints:
+    # ---- Resume from the last checkpoint, if there is one
+    setup.check_training(job)
+    state = job.init()
+    restored = checkpoints.restore(state, say)
+    if restored is not None:
+      state = restored
+      if int(state.outer_step) == config.train.T:
+        say(f'{workdir} is trained already, all {steps} steps.')
+        return
+      say(f'Resuming from step {int(state.step)} of {steps} in {workdir}.')
+
+    with _Log(job, workdir, state, resumed=restored is not None) as log:
+
+      def validate_now() -> Measured:
+        log.progress.update(log.step, 'validating')
+        return validate(job, state, log.step, stop.check)
+
+      try:
+        if log.step == 0 and job.policy.validates_first:
+          before = validate_now()
+          log.count_validation()
+          state = state.replace(
+            policy=job.policy.update(state.policy, before.validation)
+          )
+
+        for t in range(int(state.outer_step), config.train.T):
+          # ---- r epochs, each mini batch attacked by one threat
+          played = shares(job, state)
+          last = (t + 1) * job.schedule.steps_per_outer_step
+          for step in range(log.step, last):
+            stop.check()
+            index = job.choose(state.policy, step)
+            batch = setup.training_batch(job, step)
+            state, loss = job.train_step(state, index, batch)
+            log.trained(index, loss)
+
+          # ---- w_i <- w_i exp(eta L_i), L_i on the validation set
+          measured = validate_now()
+          log.count_validation()
+          state = state.replace(
+            policy=job.policy.update(state.policy, measured.validation),
+            outer_step=state.outer_step + 1,
+          )
+          log.validated(t, measured, played, shares(job, state))
+          checkpoints.save(state)
+      except Interrupted:
+        log.flush()
+        checkpoints.save_interrupted(state)
+        raise
+
+
+def shares(job: Job, state: TrainState) -> np.ndarray:
+  """Returns how often each threat is chosen from now on; turns are averaged."""
+  turns = range(len(job.names))
+  each = [job.policy.probabilities(state.policy, turn) for turn in turns]
+  return np.mean(each, axis=0)
+
+
+# ----------------------------------------------------------------- validation
+
+
+class Measured(NamedTuple):
+  """What the validation set says about a network.
+
+  Attributes:
+    validation: loss and accuracy under each threat, for the policy.
+    natural: the accuracy without an attack.
+    reached: the losses under the attack of validation, [k];
+    possible: and under `setup.PROBE`, on the images of the check.
+  """
+
+  validation: Validation
+  natural: float
+  reached: np.ndarray
+  possible: np.ndarray
+
+
+def validate(
+  job: Job, state: TrainState, step: int, check_stop: Callable[[], None]
+) -> Measured:
+  """Measures a network on the validation set, with the radii of this step.
+
+  Args:
+    job: the run.
+    state: whose network to attack.
+    step: mini batches done.
+    check_stop: may raise to stop, between batches.
+  """
+  split = job.data.validation
+  count = job.config.train.check_examples
+  first = data.Split(*(array[:count] for array in split))
+  scale = job.radius_scale(max(0, step - 1))
+
+  def attacked(step_fn, split):
+    """Loss and correctness of each example under each threat, [k, N]."""
+    each = [
+      _judge(
+        job,
+        split,
+        lambda batch, i=i: step_fn(state.variables, jnp.int32(i), batch, scale),
+        check_stop,
+      )
+      for i in range(len(job.names))
+    ]
+    return [np.stack(rows) for rows in zip(*each, strict=True)]
+
+  losses, correct = attacked(job.validation_step, split)
+  reached = losses[:, :count] if count else losses
+  possible = attacked(job.probe_step, first)[0] if count else reached
+  _, natural = _judge(
+    job,
+    split,
+    lambda batch: job.natural_step(state.variables, batch),
+    check_stop,
+  )
+  mean_losses = losses.mean(axis=1)
+  if not np.isfinite(mean_losses).all():
+    named = dict(zip(job.names, mean_losses.tolist(), strict=True))
+    raise Diverged(
+      f'A validation loss is not finite after step {step}: {named}. {_WHAT_NOW}'
+    )
+  return Measured(
+    validation=Validation(
+      losses=jnp.asarray(mean_losses, jnp.float32),
+      accuracies=jnp.asarray(correct.mean(axis=1), jnp.float32),
+    ),
+    natural=float(natural.mean()),
+    reached=reached.mean(axis=1),
+    possible=possible.mean(axis=1),
+  )
+
+
+def _judge(job, split, judge, check_stop) -> tuple[np.ndarray, np.ndarray]:
+  """Returns loss and correctness of each example of a split, [N]."""
+  size = devices.round_up(min(job.config.eval.batch_size, len(split.labels)))
+  found = []
+  for rows, mask in data.padded_batches(len(split.labels), size):
+    judged = judge(setup.make_batch(split, rows))
+    found.append([np.asarray(column, np.float64)[mask] for column in judged])
+    check_stop()
+  losses, correct = (np.concatenate(c) for c in zip(*found, strict=True))
+  return losses, correct
+
+
+# -------------------------------------------------------------------- the log
+
+
+class _Log(contextlib.AbstractContextManager):
+  """Turns what happens in training into rows of metrics and progress.
+
+  A row per log interval and per outer step. Gradient evaluations count one
+  image once forward and back, in attacks, updates and validation alike; the
+  check of the training attack is an observation, and not counted.
+  """
+
+  def __init__(
+    self, job: Job, workdir: epath.Path, state: TrainState, resumed: bool
+  ):
+    self.job, self.step = job, int(state.step)
+    train = job.config.train
+    self.metrics = Metrics(
+      workdir,
+      resume_step=self.step if resumed else None,
+      outer_step=int(state.outer_step),
+    )
+    per_step = train.batch_size * setup.step_gradients(job.config)
+    evaluation_cost = setup.evaluation_gradients(
+      job.config, len(job.data.test.labels), job.data.num_classes
+    )
+    self.progress = Progress(
+      job.schedule.steps,
+      start=self.step,
+      batch_size=train.batch_size,
+      log_every=train.log_every,
+      after=evaluation_cost / per_step,
+    )
+    before = self.metrics.rows[-1] if self.metrics.rows else {}
+    outer = [row for row in self.metrics.rows if row['kind'] == 'outer']
+    self._played = [list(row['played'].values()) for row in outer]
+    self._losses_of_steps = [
+      list(row['validation_loss'].values()) for row in outer
+    ]
+    self._gradients = before.get('gradient_evaluations', 0.0)
+    self._seconds_before = before.get('seconds', 0.0)
+    self._started = time.monotonic()
+    self._indices, self._losses = [], []
+    self.progress.update(self.step, 'compiling')
+
+  def __exit__(self, *_) -> None:
+    self.progress.close()
+    self.metrics.close()
+
+  def trained(self, index: jax.Array, loss: jax.Array) -> None:
+    """Notes one mini batch, attacked by threat number `index`."""
+    if self._losses:  # The host stays one step ahead of the device, not more.
+      self._losses[-1].block_until_ready()
+    self._indices.append(index)
+    self._losses.append(loss)
+    self.step += 1
+    self.progress.update(self.step)
+    if (
+      self.step % self.job.config.train.log_every == 0
+      or self.step % self.job.schedule.steps_per_outer_step == 0
+    ):
+      self.flush()
+
+  def flush(self) -> None:
+    """Writes the row of the mini batches since the last one."""
+    if not self._losses:
+      return
+    job = self.job
+    losses = np.asarray(jax.device_get(self._losses))
+    indices = np.asarray(jax.device_get(self._indices), int)
+    first = self.step - len(losses)
+    if not np.isfinite(losses).all():
+      raise Diverged(
+        f'The training loss is not finite between steps {first} and '
+        f'{self.step}. {_WHAT_NOW}'
+      )
+    adversary, batch_size = job.adversary, job.config.train.batch_size
+    taken = adversary.gradients[indices] + adversary.copies
+    self._gradients += batch_size * float(taken.sum())
+    chosen = np.bincount(indices, minlength=len(job.names))
+    one_is_chosen = config_lib.METHODS[job.config.method][0] == 'one'
+    self.metrics.write(
+      'train',
+      self.step,
+      epoch=self.step / job.schedule.steps_per_epoch,
+      loss=losses.mean(),
+      learning_rate=job.learning_rate(self.step - 1),
+      images_per_second=self.progress.images_per_second,
+      chosen=self._by_name(chosen if one_is_chosen else 0 * chosen),
+      **self._cost(),
+    )
+    self._indices, self._losses = [], []
+
+  def count_validation(self) -> None:
+    """Adds what the validation of all threats has cost."""
+    examples = len(self.job.data.validation.labels)
+    self._gradients += examples * self.job.validation_gradients
+
+  def validated(
+    self, t: int, measured: Measured, played: np.ndarray, weights: np.ndarray
+  ) -> None:
+    """Notes the end of outer step t, counted from 0.
+
+    Args:
+      t: the outer step.
+      measured: on the validation set.
+      played: how often each threat was to be chosen in it.
+      weights: how often each is to be chosen from now on.
+    """
+    job = self.job
+    losses, accuracies = map(np.asarray, measured.validation)
+    self._played.append(played.tolist())
+    self._losses_of_steps.append(losses.tolist())
+    observed = game.observe(
+      np.array(self._played), np.array(self._losses_of_steps)
+    )
+    self.metrics.write(
+      'outer',
+      self.step,
+      outer_step=t + 1,
+      natural_accuracy=measured.natural,
+      validation_loss=self._by_name(losses),
+      validation_accuracy=self._by_name(accuracies),
+      played=self._by_name(played),
+      weight=self._by_name(weights),
+      probed_loss=self._by_name(measured.reached),
+      possible_loss=self._by_name(measured.possible),
+      game={
+        name: float(values[-1]) for name, values in observed._asdict().items()
+      },
+      radius_scale=job.radius_scale(self.step - 1),
+      **self._cost(),
+    )
+    worst = int(np.argmin(accuracies))
+    self.progress.say(
+      f'outer step {t + 1}/{job.config.train.T}: validation natural '
+      f'{100 * measured.natural:.1f} %, worst {job.names[worst]} '
+      f'{100 * accuracies[worst]:.1f} % (weight {weights[worst]:.2f})'
+    )
+    fooled = [
+      f'{name} ({reached:.2f}, APGD {possible:.2f})'
+      for name, reached, possible in zip(
+        job.names, measured.reached, measured.possible, strict=True
+      )
+      if possible > max(FOOLED * reached, reached + 0.1)
+    ]
+    if fooled:
+      self.progress.say(
+        f'the training attack is being fooled under {", ".join(fooled)}'
+      )
+
+  def _by_name(self, values) -> dict[str, Any]:
+    return dict(zip(self.job.names, np.asarray(values).tolist(), strict=True))
+
+  def _cost(self) -> dict[str, float]:
+    seconds = self._seconds_before + time.monotonic() - self._started
+    gradients = round(self._gradients)
+    return {'gradient_evaluations': gradients, 'seconds': seconds}
+
+
+_WHAT_NOW = (
+  'Checkpoints before that are kept. Lower optimizer.learning_rate or raise '
+  'train.ramp, in a new --workdir.'
+)
+
+
+class Diverged(UserError):  # noqa: N818
+  """A loss is not finite."""
+
+
+_STATUSES = {
+  Interrupted: 'interrupted',
+  KeyboardInterrupt: 'interrupted',
+  Diverged: 'diverged',
+}

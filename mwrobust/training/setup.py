@@ -1,0 +1,373 @@
+"""What a config says, as things to call."""
+
+import functools
+import json
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import ml_collections
+import numpy as np
+from etils import epath
+
+from mwrobust import attacks, data, evaluation, models
+from mwrobust import config as config_lib
+from mwrobust.errors import UserError
+from mwrobust.evaluation import protocols
+from mwrobust.runtime import devices, files
+from mwrobust.training import state as state_lib
+from mwrobust.training import steps as steps_lib
+from mwrobust.training.adversaries import Adversary, make_adversary
+from mwrobust.training.policies import Policy
+from mwrobust.training.state import TrainState
+
+# What the training attack is checked against while training runs.
+PROBE = attacks.apgd(50, result='highest')
+
+
+class Job(NamedTuple):
+  """What a config says, as things to call.
+
+  Attributes:
+    config: see `mwrobust/config.py`.
+    data: all examples, in memory.
+    model: a linen module.
+    names: of the threats.
+    policy: who picks the threat of a mini batch.
+    adversary: what becomes of the mini batch then.
+    init: makes the state before the first step.
+    choose: `choose(policy_state, step) -> index` of the threat.
+    train_step: see `steps.make_train_step`; the others likewise.
+    validation_step: with the attacks of validation.
+    probe_step: with `PROBE`.
+    natural_step: without an attack.
+    learning_rate: by the step.
+    radius_scale: by the step: what share of their radii the threats have.
+    schedule: how long training is.
+    validation_gradients: what validating one example takes.
+  """
+
+  config: ml_collections.ConfigDict
+  data: data.Dataset
+  model: Any
+  names: tuple[str, ...]
+  policy: Policy
+  adversary: Adversary
+  init: Callable[[], TrainState]
+  choose: Callable[[Any, int], jax.Array]
+  train_step: Callable
+  validation_step: Callable
+  probe_step: Callable
+  natural_step: Callable
+  learning_rate: Callable[[int], float]
+  radius_scale: Callable[[int], float]
+  schedule: 'Schedule'
+  validation_gradients: float
+
+
+class Schedule(NamedTuple):
+  """How long training is, in mini batches.
+
+  Attributes:
+    steps_per_epoch: whole mini batches in the training data.
+    steps_per_outer_step: between two updates of the policy.
+    steps: in all.
+  """
+
+  steps_per_epoch: int
+  steps_per_outer_step: int
+  steps: int
+
+
+def make_schedule(
+  config: ml_collections.ConfigDict, train_size: int, validation_size: int
+) -> Schedule:
+  """Makes T outer steps of r epochs, or as long as `train.budget` lasts.
+
+  A policy that picks one threat is counted as if it picked all alike.
+  """
+  train = config.train
+  steps_per_epoch = train_size // train.batch_size
+  if not train.budget:
+    steps = max(1, round(train.r * steps_per_epoch))
+    return Schedule(steps_per_epoch, steps, train.T * steps)
+  per_step = train.batch_size * step_gradients(config)
+  first = config_lib.make_policy(config).validates_first
+  validation = validation_size * validation_gradients(config)
+  left = train.budget - (train.T + first) * validation
+  steps = int(left / train.T / per_step)
+  if steps < 1:
+    least = train.T * per_step + (train.T + first) * validation
+    raise UserError(
+      f'train.budget = {train.budget} is too small for train.T = {train.T} '
+      f'outer steps: they take at least {least:,.0f} gradient evaluations, '
+      'with their validations. Raise it, or lower train.T or '
+      'train.validation_examples.'
+    )
+  return Schedule(steps_per_epoch, steps, train.T * steps)
+
+
+def step_gradients(config: ml_collections.ConfigDict) -> float:
+  """Returns the gradients that training on one example takes, on average."""
+  kind, _ = config_lib.METHODS[config.method]
+  adversary = make_adversary(kind, config_lib.make_pairs(config))
+  gradients = adversary.gradients
+  if config.method == 'single':
+    names = list(config_lib.threat_table(config))
+    gradients = gradients[[names.index(config.policy.threat)]]
+  return float(np.mean(gradients)) + adversary.copies
+
+
+def validation_gradients(config: ml_collections.ConfigDict) -> float:
+  """Returns the gradients that validating one example takes."""
+  pairs = config_lib.make_pairs(config, 'validation')
+  return float(make_adversary('one', pairs).gradients.sum())
+
+
+def evaluation_gradients(
+  config: ml_collections.ConfigDict, test_size: int, classes: int
+) -> float:
+  """Returns the gradients that evaluating a run takes, at most.
+
+  Three forward passes count as a gradient; an ensemble takes one of each of its
+  members.
+  """
+
+  def of_protocol(name: str) -> float:
+    protocol = protocols.make_protocol(name, classes)
+    costs = [
+      protocols.evaluations(attack)
+      for threat in config_lib.make_threats(config)
+      for attack in protocol.stages[threat.norm].values()
+    ]
+    return sum(gradients + forwards / 3 for gradients, forwards in costs)
+
+  h = config_lib.window(config)
+  sizes = {'last': 1, 'average': 1, 'recalibrated': 1, 'ensemble': h}
+  output = 'ensemble' if config.algorithm == 'ensemble' else 'average'
+  evaluated = {output, *config.eval.others} if h > 1 else {output}
+  networks = sum(sizes[kind] for kind in evaluated)
+  curve = min(config.eval.curve_examples, test_size) * len(evaluation.RADII)
+  return networks * test_size * sum(
+    map(of_protocol, config.eval.protocols)
+  ) + sizes[output] * curve * of_protocol('fast')
+
+
+def prepare(config: ml_collections.ConfigDict) -> Job:
+  """Loads the data and makes the functions of a run."""
+  dataset = _load_data(config)
+  model = models.create(
+    config.model.name,
+    num_classes=dataset.num_classes,
+    mean=dataset.mean,
+    std=dataset.std,
+    **config.model.options,
+  )
+  image_shape = dataset.train.images.shape[1:]
+  _check_model(config, model, image_shape)
+  pairs = config_lib.make_pairs(config)
+  kind, _ = config_lib.METHODS[config.method]
+  adversary = make_adversary(kind, pairs)
+  policy = config_lib.make_policy(config)
+  schedule = make_schedule(
+    config, len(dataset.train.labels), len(dataset.validation.labels)
+  )
+  optimizer, learning_rate = state_lib.make_optimizer(
+    config.optimizer, schedule.steps_per_epoch, schedule.steps
+  )
+  ramp_steps = max(1.0, config.train.ramp * schedule.steps)
+  init_key, train_key, choice_key, validation_key = jax.random.split(
+    jax.random.key(config.seed), 4
+  )
+
+  def radius_scale(step):
+    return jnp.minimum(1.0, (step + 1) / ramp_steps)
+
+  @functools.partial(jax.jit, out_shardings=devices.replicated())
+  def choose(policy_state, step):
+    key = jax.random.fold_in(choice_key, step)
+    return policy.choose(policy_state, step, key).astype(jnp.int32)
+
+  validation = functools.partial(
+    steps_lib.make_validation_step, model=model, key=validation_key
+  )
+  threats = [threat for threat, _ in pairs]
+  return Job(
+    config=config,
+    data=dataset,
+    model=model,
+    names=tuple(threat.name for threat in threats),
+    policy=policy,
+    adversary=adversary,
+    init=lambda: state_lib.create(
+      init_key, model, image_shape, optimizer, policy
+    ),
+    choose=choose,
+    train_step=steps_lib.make_train_step(
+      model=model,
+      adversary=adversary,
+      policy=policy,
+      key=train_key,
+      radius_scale=radius_scale,
+      augment=config.data.augment,
+      precision=config.train.precision,
+    ),
+    validation_step=validation(
+      pairs=config_lib.make_pairs(config, 'validation')
+    ),
+    probe_step=validation(pairs=[(threat, PROBE) for threat in threats]),
+    natural_step=steps_lib.make_natural_step(model=model),
+    learning_rate=learning_rate,
+    radius_scale=radius_scale,
+    schedule=schedule,
+    validation_gradients=validation_gradients(config),
+  )
+
+
+def check_training(job: Job) -> None:
+  """Raises a UserError if the devices cannot share a mini batch."""
+  batch_size, count = job.config.train.batch_size, devices.mesh().size
+  if batch_size % count:
+    lower, higher = batch_size // count * count, devices.round_up(batch_size)
+    raise UserError(
+      f'train.batch_size = {batch_size} cannot be shared by {count} devices: '
+      f'choose {f"{lower} or " if lower else ""}{higher}, or fewer devices.'
+    )
+
+
+def training_batch(job: Job, step: int) -> steps_lib.Batch:
+  """Returns the mini batch of a step."""
+  rows = data.batch_indices(
+    job.config.seed,
+    step,
+    len(job.data.train.labels),
+    job.config.train.batch_size,
+  )
+  return make_batch(job.data.train, rows)
+
+
+def make_batch(split: data.Split, rows: np.ndarray) -> steps_lib.Batch:
+  """Returns rows of a split, over all devices; their ids are their numbers."""
+  ids = np.arange(len(split.labels), dtype=np.int32)
+  return steps_lib.Batch(*devices.split_rows(rows, *split, ids))
+
+
+def _check_model(config, model, image_shape: tuple[int, ...]) -> None:
+  try:
+    images = jax.ShapeDtypeStruct((1, *image_shape), jnp.float32)
+    variables = jax.eval_shape(
+      functools.partial(model.init, train=False), jax.random.key(0), images
+    )
+  except (TypeError, ValueError, ArithmeticError) as error:
+    raise UserError(
+      f'model.options = {config.model.options.to_dict()} do not make a '
+      f'{config.model.name} for images {image_shape}: {error}'
+    ) from error
+  if 'recalibrated' in config.eval.others and 'batch_stats' not in variables:
+    raise UserError(
+      f"eval.others has 'recalibrated', but {config.model.name} has no "
+      'BatchNorm: leave it out.'
+    )
+
+
+def _load_data(config: ml_collections.ConfigDict) -> data.Dataset:
+  dataset = data.load(
+    config.data.name,
+    directory=config.data.dir,
+    validation=config.data.validation,
+    seed=config.seed,
+  )
+  for name, field, count in (
+    ('train', 'data.train_examples', config.data.train_examples),
+    (
+      'validation',
+      'train.validation_examples',
+      config.train.validation_examples,
+    ),
+    ('test', 'eval.examples', config.eval.examples),
+  ):
+    images, labels = getattr(dataset, name)
+    if count > len(labels):
+      raise UserError(
+        f'{field} = {count} is more than the {len(labels)} there are: lower '
+        'it, or set 0 for all.'
+      )
+    if count:
+      first = data.Split(images[:count], labels[:count])
+      dataset = dataset._replace(**{name: first})
+  if config.train.batch_size > len(dataset.train.labels):
+    raise UserError(
+      f'train.batch_size = {config.train.batch_size} is more than the '
+      f'{len(dataset.train.labels)} training examples: lower it.'
+    )
+  return dataset
+
+
+# ------------------------------------------------------------------ the workdir
+
+
+def refuse_another_run(
+  workdir: epath.Path,
+  config: ml_collections.ConfigDict,
+  also_free: Sequence[str] = (),
+) -> None:
+  """Raises a UserError if the workdir has a run of another config.
+
+  Args:
+    workdir: of the run.
+    config: what is to be done there.
+    also_free: fields that may differ besides `config.FREE_FIELDS`.
+  """
+  if not (workdir / 'config.json').exists():
+    return
+  theirs = config_lib.flatten(config_lib.load(workdir))
+  ours = config_lib.flatten(config)
+  differing = [
+    field
+    for field in sorted(ours | theirs)
+    if theirs.get(field) != ours.get(field)
+    and not field.startswith((*config_lib.FREE_FIELDS, *also_free))
+    # The raw files may have moved; tensorflow-datasets has another order.
+    and not (field == 'data.dir' and theirs[field] and ours[field])
+  ]
+  if differing:
+    lines = [
+      f'  {field}: {theirs.get(field)!r} there, {ours.get(field)!r} here'
+      for field in differing
+    ]
+    raise UserError(
+      '\n'.join([f'{workdir} holds a run of another config:', *lines])
+      + '\nChoose another --workdir, or give the same config.'
+      + (_WHY_NOT_LONGER if differing == ['train.T'] else '')
+    )
+
+
+_WHY_NOT_LONGER = (
+  ' A run can be extended to a larger train.T if nothing depends on its whole '
+  "length: with optimizer.schedule = 'steps', train.ramp = 0 and train.budget "
+  '= 0.'
+)
+
+
+def extend(workdir: epath.Path, config: ml_collections.ConfigDict) -> bool:
+  """Lets a run go on to a larger T, if nothing depends on its whole length.
+
+  Returns:
+    Whether it did.
+  """
+  path = workdir / 'config.json'
+  if not path.exists():
+    return False
+  before = config_lib.load(workdir)
+  depends = (
+    config.optimizer.schedule != 'steps'
+    or config.train.ramp
+    or config.train.budget
+  )
+  if depends or not before.train.T < config.train.T:
+    return False
+  before.train.T = config.train.T
+  refuse_another_run(workdir, config, also_free=('train.T',))
+  files.write_json(path, json.loads(before.to_json()))
+  return True

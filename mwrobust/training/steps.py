@@ -1,0 +1,159 @@
+"""The jitted functions of a run: a step of training, a step of validation."""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+
+from mwrobust import attacks, data
+from mwrobust.attacks import losses
+from mwrobust.runtime import devices
+from mwrobust.training.adversaries import Adversary
+from mwrobust.training.policies import Policy
+from mwrobust.training.state import TrainState
+
+Array = jax.Array
+Pairs = Sequence[tuple[attacks.Threat, attacks.Attack]]
+
+
+class Batch(NamedTuple):
+  """Examples as they are stored: uint8 images, int32 labels and ids, [B]."""
+
+  images: Array
+  labels: Array
+  ids: Array
+
+
+def make_train_step(
+  *,
+  model: nn.Module,
+  adversary: Adversary,
+  policy: Policy,
+  key: Array,
+  radius_scale: Callable[[Array], Array],
+  augment: bool = False,
+  precision: str = 'float32',
+):
+  """Makes `train_step(state, index, batch) -> (state, loss)`.
+
+  The adversary attacks the batch, with threat number `index` if it attacks with
+  one; then the cross entropy on what came out takes one step down (the inner
+  loop of Figure 3). The state is donated: use the one that is returned.
+
+  Args:
+    model: a linen module.
+    adversary: what a mini batch is trained on.
+    policy: it sees how each mini batch went.
+    key: all randomness of a step is folded in from it and the step's number.
+    radius_scale: by the step: what share of their radii the threats have.
+    augment: crop and flip the images first.
+    precision: what the network computes in, but for the attacks, which are in
+      float32.
+  """
+
+  def perturb(shared, batch):
+    variables, index, key, scale = shared
+    logits_fn = _logits_fn(model, variables)
+    return adversary.perturb(logits_fn, index, key, *batch, scale)
+
+  perturb = devices.by_example(perturb)
+
+  def train_step(state: TrainState, index: Array, batch: Batch):
+    attack_key, augment_key, dropout_key = jax.random.split(
+      jax.random.fold_in(key, state.step), 3
+    )
+    images = _to_float(batch.images)
+    if augment:
+      images = data.augment(augment_key, images, batch.ids)
+    shared = state.variables, index, attack_key, radius_scale(state.step)
+    images, labels = perturb(shared, (images, batch.labels, batch.ids))
+
+    def loss_fn(params):
+      params, inputs = jax.tree.map(
+        lambda x: x.astype(precision), (params, images)
+      )
+      logits, updated = model.apply(
+        {'params': params, 'batch_stats': state.batch_stats},
+        inputs,
+        train=True,
+        mutable=['batch_stats'],
+        rngs={'dropout': dropout_key},
+      )
+      logits = logits.astype(jnp.float32)
+      loss = losses.cross_entropy(logits, labels).mean()
+      accuracy = jnp.mean(logits.argmax(axis=1) == labels)
+      return loss, (accuracy, updated.get('batch_stats', {}))
+
+    gradient_fn = jax.value_and_grad(loss_fn, has_aux=True)
+    (loss, (accuracy, batch_stats)), gradient = gradient_fn(state.params)
+    state = state.apply_gradients(
+      grads=gradient,
+      batch_stats=batch_stats,
+      policy=policy.observe(state.policy, index, loss, accuracy),
+    )
+    return state, loss
+
+  return jax.jit(
+    train_step, donate_argnums=0, out_shardings=devices.replicated()
+  )
+
+
+class Judged(NamedTuple):
+  """The cross entropy of each example, and whether it is correct, [B]."""
+
+  losses: Array
+  correct: Array
+
+
+def make_validation_step(*, model: nn.Module, pairs: Pairs, key: Array):
+  """Makes `validation_step(variables, index, batch, scale) -> Judged`.
+
+  Args:
+    model: a linen module.
+    pairs: the k threats, each with its attack.
+    key: all randomness is folded in from it and the examples' ids.
+  """
+  switch = attacks.make_switch(pairs)
+
+  def attack(shared, batch):
+    variables, index, scale = shared
+    logits_fn = _logits_fn(model, variables)
+    return switch(logits_fn, index, key, *batch, scale)
+
+  attack = devices.by_example(attack)
+
+  def validation_step(
+    variables: Any, index: Array, batch: Batch, scale: Array
+  ) -> Judged:
+    images, labels = _to_float(batch.images), batch.labels
+    images = attack((variables, index, scale), (images, labels, batch.ids))
+    return _judge(model, variables, images, labels)
+
+  return jax.jit(validation_step, out_shardings=devices.replicated())
+
+
+def make_natural_step(*, model: nn.Module):
+  """Makes `natural_step(variables, batch) -> Judged`; nothing attacks."""
+
+  def natural_step(variables: Any, batch: Batch) -> Judged:
+    return _judge(model, variables, _to_float(batch.images), batch.labels)
+
+  return jax.jit(natural_step, out_shardings=devices.replicated())
+
+
+def _judge(model, variables, images, labels) -> Judged:
+  logits = _logits_fn(model, variables)(images)
+  correct = logits.argmax(axis=1) == labels
+  return Judged(losses.cross_entropy(logits, labels), correct)
+
+
+def _logits_fn(model: nn.Module, variables: Any):
+  """Returns the network as attacks see it: BatchNorm by its statistics."""
+  return functools.partial(model.apply, variables, train=False)
+
+
+def _to_float(images: Array) -> Array:
+  return images.astype(jnp.float32) / 255
