@@ -290,10 +290,15 @@ def _status(run: PlannedRun) -> tuple[str, float]:
     for protocol in run.config.eval.protocols
   }
   count = run.config.eval.examples or _outline(run.config).test
+  threats = {
+    threat.name: threat.eps for threat in config_lib.make_threats(run.config)
+  }
+  first = loaded.primary.first
   is_done = (
     loaded.outer_step == run.config.train.T
     and wanted <= evaluated
-    and len(loaded.primary.first.labels) == count
+    and len(first.labels) == count
+    and dict(zip(first.threats, first.eps, strict=True)) == threats
     and (loaded.output in loaded.curves or not run.config.eval.curve_examples)
   )
   return 'done' if is_done else 'begun', trained
@@ -311,7 +316,15 @@ def run_missing(
     say(f'\n---- run {number} of {len(planned)}: {run.workdir}')
     if _status(run)[0] != 'done':
       train.train_and_evaluate(run.config, str(run.workdir), say)
-    found.append(runs.load(run.workdir))
+    loaded = runs.load(run.workdir)
+    # Another table may have needed other protocols, and not of every method.
+    evaluations = {}
+    for network, by_protocol in loaded.evaluations.items():
+      for protocol, outcomes in by_protocol.items():
+        if protocol in run.config.eval.protocols:
+          evaluations.setdefault(network, {})[protocol] = outcomes
+    primary = loaded.primary._replace(evaluations=evaluations)
+    found.append(loaded._replace(primary=primary))
   return found
 
 
@@ -333,8 +346,10 @@ def accuracy_section(
 def time_section(
   table: TablePlan, found: Sequence[runs.Run]
 ) -> document.Section:
-  """Hours of training by method, over those of the first, and the paper's."""
-  theirs = paper.HOURS[accuracies.paper_data(found[0].config)]
+  """The hours of training by method, over those of the first, and the paper's.
+
+  The paper's are left out where data, network or threats are others.
+  """
   hours = {
     method: statistics.mean(
       run.outer[-1]['seconds'] / 3600 for run in found if run.method == method
@@ -342,22 +357,28 @@ def time_section(
     for method in table.methods
   }
   first = next(iter(table.methods))
+  over = f'over {accuracies.method_title(first).lower()}'
+  header = ['training', 'hours', over]
   rows = [
     [
       accuracies.method_title(method),
       f'{hours[method]:.3f}',
       f'{hours[method] / hours[first]:.2f}',
-      f'{theirs[method]:.2f}',
-      f'{theirs[method] / theirs[first]:.2f}',
     ]
     for method in table.methods
   ]
-  over = f'over {accuracies.method_title(first).lower()}'
-  header = ['training', 'hours', over, 'paper, hours', f'paper, {over}']
-  return 'Training time', [
-    document.table(header, rows),
-    document.text(accuracies.other_fields(found[0].config)),
-  ]
+  if differs := accuracies.unlike_the_paper(found[0]):
+    note = f"Not compared with the paper's hours: {differs}."
+  else:
+    note = accuracies.other_fields(found[0].config)
+    theirs = paper.HOURS[accuracies.paper_data(found[0].config)]
+    header += ['paper, hours', f'paper, {over}']
+    for row, method in zip(rows, table.methods, strict=True):
+      row += [
+        f'{theirs[method]:.2f}',
+        f'{theirs[method] / theirs[first]:.2f}',
+      ]
+  return 'Training time', [document.table(header, rows), document.text(note)]
 
 
 def as_json(found: Sequence[runs.Run]) -> dict[str, Any]:
