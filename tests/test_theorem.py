@@ -38,7 +38,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mwrobust import policies
+from mwrobust.training import policies
 
 # L_i(theta) = |theta - c_i|^2. The first three centres are the corners of a
 # triangle on the unit circle, the others lie inside, on one side of it.
@@ -81,7 +81,8 @@ def play(policy, respond, rounds):
   def one_round(state, t):
     p = policy.probabilities(state, t)
     losses = respond(p, t)
-    return policy.update(state, losses), (p, losses)
+    found = policies.Validation(losses, accuracies=jnp.zeros(K))
+    return policy.update(state, found), (p, losses)
 
   @jax.jit
   def game():

@@ -1,0 +1,78 @@
+r"""The paper's game, observed.
+
+In outer step s the weights play the probabilities p_s, the network answers with
+parameters θ_s and pays the losses L(θ_s), one per threat. Theorem thm:main
+compares two sides of this game after t outer steps:
+
+- the mixture's loss, :math:`\frac1t \sum_s \langle p_s, L(\theta_s) \rangle`.
+  It is at most :math:`\min_\theta \max_i L_i(\theta) + \delta` if the network
+  answers every p_s up to an error of δ;
+- the worst threat's loss, :math:`\max_i \frac1t \sum_s L_i(\theta_s)`, which is
+  what the Theorem promises to be small (eq:guarantee).
+
+The worst threat's loss is never below that of a fixed mixture, and t times the
+gap between the two sides is the regret of the weights. So a small regret per
+outer step means that no other network does much better against its worst
+threat, as far as the network's answers were good ones:
+
+>>> from mwrobust.training import game
+>>> played = game.observe(
+...   probabilities=[[0.5, 0.5], [0.25, 0.75]], losses=[[1.0, 2.0], [1.0, 3.0]]
+... )
+>>> played.mixture.tolist(), played.worst.tolist()
+([1.5, 2.5], [2.0, 3.0])
+>>> played.mean_mixture.tolist(), played.mean_worst.tolist()
+([1.5, 2.0], [2.0, 2.5])
+>>> played.regret.tolist()
+[0.5, 1.0]
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+Array = jax.Array
+
+
+class Game(NamedTuple):
+  """What a history of outer steps shows; every entry is [T], one per step.
+
+  Attributes:
+    mixture: <p_s, L(s)>, the loss of the mixture that s was trained on.
+    worst: max_i L_i(s), the loss of the threat that was worst after s.
+    mean_mixture: the mean of `mixture` so far.
+    mean_worst: max_i of the mean of L_i so far.
+    regret: max_i sum_s L_i(s) - sum_s <p_s, L(s)>: how much more the weights
+      would have earned so far on the threat that is the worst in hindsight.
+  """
+
+  mixture: Array
+  worst: Array
+  mean_mixture: Array
+  mean_worst: Array
+  regret: Array
+
+
+def observe(probabilities: Array, losses: Array) -> Game:
+  """Returns both sides of the game, and the regret, after every outer step.
+
+  Args:
+    probabilities: [T, k], what each outer step was trained with, not what its
+      validation made of them. Where they change within an outer step, their
+      mean over its mini batches.
+    losses: [T, k], of the validation that ended each outer step; the errors if
+      the weights follow those.
+  """
+  p, losses = jnp.asarray(probabilities), jnp.asarray(losses)
+  mixture = jnp.sum(p * losses, axis=1)
+  steps = jnp.arange(1, len(losses) + 1)
+  earned = jnp.cumsum(mixture)
+  best = jnp.max(jnp.cumsum(losses, axis=0), axis=1)
+  return Game(
+    mixture=mixture,
+    worst=jnp.max(losses, axis=1),
+    mean_mixture=earned / steps,
+    mean_worst=best / steps,
+    regret=best - earned,
+  )

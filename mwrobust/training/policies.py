@@ -1,0 +1,417 @@
+"""Policies: who picks the threat that the next mini batch is trained on.
+
+A policy is a set of pure functions over a small state, in the shape of optax:
+
+>>> import jax
+>>> from mwrobust.training import policies
+>>> policy = policies.multiplicative_weights(k=3, eta=0.1)
+>>> state = policy.init()
+
+Before every mini batch, sample a threat. `step` counts mini batches:
+
+>>> index = policy.choose(state, step=0, key=jax.random.key(0))
+
+After it, hand over the robust loss and accuracy that the batch had. Most
+policies ignore them; E-AT and the bandit learn from nothing else:
+
+>>> state = policy.observe(state, index, loss=2.0, accuracy=0.4)
+
+After every outer step, hand over the losses and accuracies of all k threats on
+the validation images. The worst threat is sampled more often from now on:
+
+>>> found = policies.Validation(
+...   losses=jax.numpy.array([1.0, 8.0, 1.0]),
+...   accuracies=jax.numpy.array([0.7, 0.1, 0.7]),
+... )
+>>> state = policy.update(state, found)
+>>> print(policy.probabilities(state, step=0).round(2))
+[0.25 0.5  0.25]
+
+All of it can be traced by `jax.jit`, and the state is a pytree of arrays, so it
+lives inside a TrainState and in its checkpoints. What policies are given must
+be finite: they carry a NaN into their state, so look for one beforehand.
+"""
+
+import math
+import numbers
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from mwrobust.errors import UserError, check_choice
+
+Array = jax.Array
+State = Any  # A pytree of arrays; () where there is nothing to keep.
+Schedule = Callable[[Array], Array]  # As in optax: step -> value.
+
+SIGNALS = ('loss', 'error')
+
+
+class Validation(NamedTuple):
+  """What a validation has found, for each threat.
+
+  Attributes:
+    losses: [k], the mean robust losses.
+    accuracies: [k], the robust accuracies, in [0, 1].
+  """
+
+  losses: Array
+  accuracies: Array
+
+
+def _keep(state: State, index: Array, loss: Array, accuracy: Array) -> State:
+  del index, loss, accuracy
+  return state
+
+
+class Policy(NamedTuple):
+  """Who picks the next threat.
+
+  Attributes:
+    init: `init() -> state`, before the first outer step.
+    probabilities: `probabilities(state, step) -> p [k]`, how likely each threat
+      is to be that of mini batch number `step`.
+    update: `update(state, validation) -> state`, after the validation that ends
+      an outer step.
+    observe: `observe(state, index, loss, accuracy) -> state`, after a mini
+      batch: its mean robust loss and its robust accuracy under the threat that
+      was chosen.
+    validates_first: Whether the first outer step needs an `update` before it.
+    attacks: False if mini batches are to be left as they are; no threat is
+      likely then, and what `choose` returns means nothing.
+  """
+
+  init: Callable[[], State]
+  probabilities: Callable[[State, Array | int], Array]
+  update: Callable[[State, Validation], State]
+  observe: Callable[[State, Array | int, Array, Array], State] = _keep
+  validates_first: bool = False
+  attacks: bool = True
+
+  def choose(self, state: State, step: Array | int, key: Array) -> Array:
+    """Samples the index of the threat for mini batch number `step`."""
+    p = self.probabilities(state, step)
+    return jax.random.categorical(key, jnp.log(p))
+
+
+# --------------------------------------------------------- the paper's policies
+
+
+class MultiplicativeWeightsState(NamedTuple):
+  """The weights w_i, scaled so that the largest is 1."""
+
+  log_weights: Array
+  outer_step: Array
+
+
+def multiplicative_weights(
+  k: int, eta: float | Schedule, signal: str = 'loss'
+) -> Policy:
+  r"""The paper's policy (Figures ALG:multi-robust and -scalable).
+
+  .. math::
+    w_i = 1, \qquad w_i \leftarrow w_i e^{\eta L_i}, \qquad
+    p_i = w_i / \sum_j w_j
+
+  Args:
+    k: The number of threats.
+    eta: The scaling factor η, or a schedule that maps the outer step (from 0)
+      to it. The Theorem's η is for losses divided by their bound R: what it
+      calls η is `eta * R` here.
+    signal: What L_i is: `'loss'`, the validation loss, as in the Figure; or
+      `'error'`, one minus the validation accuracy. The Theorem asks for losses
+      in [0, R]: the cross entropy has no such bound, the error has R = 1.
+
+  Returns:
+    The policy.
+  """
+  if not callable(eta) and not _is_number(eta, above=0):
+    raise UserError(
+      f'eta = {eta!r}, but multiplicative_weights needs a positive, finite '
+      'number: set eta, for example to 0.1.'
+    )
+  check_choice('signal', signal, SIGNALS)
+
+  def init():
+    return MultiplicativeWeightsState(
+      log_weights=jnp.zeros(k), outer_step=jnp.zeros((), jnp.int32)
+    )
+
+  def probabilities(state, step):
+    del step
+    return jax.nn.softmax(state.log_weights)
+
+  def update(state, validation):
+    losses = _signal(signal, *validation)
+    eta_now = eta(state.outer_step) if callable(eta) else eta
+    log_weights = state.log_weights + eta_now * losses
+    # Only ratios of weights matter: scaled to 1 after every update, the largest
+    # never overflows, and those near it keep all their digits.
+    return MultiplicativeWeightsState(
+      log_weights - log_weights.max(), state.outer_step + 1
+    )
+
+  return Policy(init, probabilities, update)
+
+
+class GreedyState(NamedTuple):
+  """The losses of the last validation."""
+
+  losses: Array
+
+
+def greedy(k: int) -> Policy:
+  """The threat with the worst loss at the last validation (ALG:greedy)."""
+  return Policy(
+    init=lambda: GreedyState(jnp.zeros(k)),
+    probabilities=lambda state, step: jax.nn.one_hot(state.losses.argmax(), k),
+    update=lambda state, validation: GreedyState(
+      jnp.asarray(validation.losses)
+    ),
+    validates_first=True,
+  )
+
+
+def _blind(probabilities: Callable[[Any], Array], **fields) -> Policy:
+  """A policy that looks at no losses, only (perhaps) at the step."""
+  return Policy(
+    init=lambda: (),
+    probabilities=lambda state, step: probabilities(step),
+    update=lambda state, validation: state,
+    **fields,
+  )
+
+
+def round_robin(k: int) -> Policy:
+  """All threats in turn, one mini batch each (Figure ALG:round-robin).
+
+  The Figure's `(index + 1) mod k + 1` would skip every other threat of an even
+  k; the authors' code visits them all, as here.
+  """
+  return _blind(lambda step: jax.nn.one_hot(step % k, k))
+
+
+def single(k: int, index: int) -> Policy:
+  """Always threat number `index`, counted from 0: adversarial training."""
+  if index not in range(k):
+    raise UserError(
+      f'index = {index!r}, but the policy single needs the number of one of '
+      f'the {k} threats: set index to one of 0 to {k - 1}.'
+    )
+  return _blind(lambda step: jax.nn.one_hot(index, k))
+
+
+def natural(k: int) -> Policy:
+  """No threat at all: training on the images as they are."""
+  return _blind(lambda step: jnp.zeros(k), attacks=False)
+
+
+# ------------------------------------------------------------------- its rivals
+
+
+def uniform(k: int) -> Policy:
+  """Every threat with the same probability: SAT.
+
+  Madaan, Shin & Hwang, "Learning to Generate Noise for Multi-Attack Robustness"
+  (2021), call it stochastic adversarial training.
+  """
+  return _blind(lambda step: jnp.full(k, 1 / k))
+
+
+class MeansState(NamedTuple):
+  """Running means of what mini batches had, for each threat.
+
+  Attributes:
+    totals: [k], the sums of what was observed; older values count less.
+    counts: [k], how many values these are, likewise; 0 if there was none.
+  """
+
+  totals: Array
+  counts: Array
+
+  def means(self) -> Array:
+    """Returns totals / counts, and 0 for a threat that was never observed."""
+    return self.totals / jnp.where(self.counts > 0, self.counts, 1)
+
+
+def e_at(k: int, decay: float = 0.98) -> Policy:
+  r"""E-AT: threats that the network withstands less are chosen more often.
+
+  .. math::
+    p_i = (1 - a_i) / \sum_j (1 - a_j)
+
+  where :math:`a_i` is the robust accuracy of the mini batches trained on threat
+  i so far. It is 0 before the first of them. Croce & Hein, "Adversarial
+  Robustness against Multiple and Single lp-Threat Models via Quick Fine-Tuning
+  of Robust Classifiers" (2022), fine-tune for a few epochs and take the mean
+  over all batches, `decay=1`. A network that is trained from scratch changes
+  more, so here the mean forgets.
+
+  Args:
+    k: The number of threats.
+    decay: In (0, 1]: how much less a batch counts with each later batch of the
+      same threat.
+
+  Returns:
+    The policy.
+  """
+  _check_share('decay', decay)
+
+  def probabilities(state, step):
+    del step
+    errors = 1 - state.means()
+    # Where every accuracy is 1 there is nothing to choose by.
+    return jnp.where(
+      errors.sum() > 0, errors / jnp.maximum(errors.sum(), 1e-30), 1 / k
+    )
+
+  def observe(state, index, loss, accuracy):
+    del loss
+    chosen = jax.nn.one_hot(index, k)
+    fade = jnp.where(chosen > 0, decay, 1.0)
+    return MeansState(
+      fade * state.totals + chosen * accuracy,
+      fade * state.counts + chosen,
+    )
+
+  return Policy(
+    init=lambda: MeansState(jnp.zeros(k), jnp.zeros(k)),
+    probabilities=probabilities,
+    update=lambda state, validation: state,
+    observe=observe,
+  )
+
+
+def ucb(
+  k: int,
+  exploration: float = 0.5,
+  discount: float = 0.99,
+  signal: str = 'loss',
+) -> Policy:
+  r"""A bandit: the threat that may be the worst, as far as is known.
+
+  Discounted UCB (Garivier & Moulines, "On Upper-Confidence Bound Policies for
+  Switching Bandit Problems", 2011), which suits a network that changes. If mini
+  batch s was trained on threat :math:`i_s` and had the reward :math:`r_s`, then
+  mini batch t is trained on the threat with the highest
+
+  .. math::
+    \bar r_i + c \sqrt{\log(n) / n_i}, \qquad
+    n_i = \sum_{s < t,\, i_s = i} \gamma^{t-1-s}, \qquad
+    \bar r_i = \frac1{n_i} \sum_{s < t,\, i_s = i} \gamma^{t-1-s} r_s
+
+  with :math:`n = \sum_i n_i`. Threats that were never tried come first, in
+  their order. With :math:`\gamma = 1`, n is the number of batches: plain UCB1.
+  CAS (Wang et al., "Calibrated Adversarial Sampling", 2025) is a UCB bandit
+  over attacks too; its reward also has the gains and losses of other threats,
+  for which each would have to be attacked.
+
+  Args:
+    k: The number of threats.
+    exploration: c, in the units of the reward.
+    discount: γ, in (0, 1]: how much less a batch counts with each later batch.
+    signal: The reward: `'loss'`, the robust loss of the batch; or `'error'`,
+      one minus its robust accuracy.
+
+  Returns:
+    The policy.
+  """
+  if not _is_number(exploration, above=0):
+    raise UserError(
+      f'exploration = {exploration!r}, but ucb needs a positive, finite '
+      'number: set exploration, for example to 0.5.'
+    )
+  _check_share('discount', discount)
+  check_choice('signal', signal, SIGNALS)
+
+  def probabilities(state, step):
+    del step
+    tried = state.counts > 0
+    # After the first batch the sum is at least 1.
+    log_n = jnp.log(jnp.maximum(state.counts.sum(), 1))
+    bonus = jnp.sqrt(log_n / jnp.where(tried, state.counts, 1))
+    bound = jnp.where(tried, state.means() + exploration * bonus, jnp.inf)
+    return jax.nn.one_hot(bound.argmax(), k)
+
+  def observe(state, index, loss, accuracy):
+    chosen = jax.nn.one_hot(index, k)
+    reward = _signal(signal, loss, accuracy)
+    return MeansState(
+      discount * state.totals + chosen * reward,
+      discount * state.counts + chosen,
+    )
+
+  return Policy(
+    init=lambda: MeansState(jnp.zeros(k), jnp.zeros(k)),
+    probabilities=probabilities,
+    update=lambda state, validation: state,
+    observe=observe,
+  )
+
+
+# ---------------------------------------------------------------------- by name
+
+
+def make(
+  name: str,
+  k: int,
+  *,
+  eta: float | Schedule | None = None,
+  signal: str = 'loss',
+  index: int | None = None,
+  decay: float = 0.98,
+  exploration: float = 0.5,
+  discount: float = 0.99,
+) -> Policy:
+  """Makes a policy by name, as configs do.
+
+  A policy leaves the parameters of the others alone, so that a config can
+  change its policy and nothing else.
+
+  Args:
+    name: One of the policies above.
+    k: The number of threats.
+    eta: For `multiplicative_weights`.
+    signal: For `multiplicative_weights` and `ucb`.
+    index: For `single`.
+    decay: For `e_at`.
+    exploration: For `ucb`.
+    discount: For `ucb`.
+
+  Returns:
+    The policy.
+  """
+  makers = {
+    'multiplicative_weights': lambda: multiplicative_weights(k, eta, signal),
+    'greedy': lambda: greedy(k),
+    'round_robin': lambda: round_robin(k),
+    'single': lambda: single(k, index),
+    'uniform': lambda: uniform(k),
+    'natural': lambda: natural(k),
+    'e_at': lambda: e_at(k, decay),
+    'ucb': lambda: ucb(k, exploration, discount, signal),
+  }
+  check_choice('policy', name, makers)
+  return makers[name]()
+
+
+def _signal(signal: str, loss: Array, accuracy: Array) -> Array:
+  return loss if signal == 'loss' else 1 - accuracy
+
+
+def _is_number(value: Any, *, above: float) -> bool:
+  return (
+    isinstance(value, numbers.Real)
+    and not isinstance(value, bool)
+    and above < value < math.inf
+  )
+
+
+def _check_share(field: str, value: Any) -> None:
+  if not (_is_number(value, above=0) and value <= 1):
+    raise UserError(
+      f'{field} = {value!r} is not allowed: must be a number above 0 and at '
+      'most 1.'
+    )
