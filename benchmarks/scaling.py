@@ -27,7 +27,7 @@ from mwrobust import attacks, steps, train
 from mwrobust import config as config_lib
 from mwrobust import data as data_lib
 from mwrobust.attacks import losses, norms
-from mwrobust.job import make_batch
+from mwrobust.training.setup import make_batch
 from mwrobust.reporting.document import markdown_table
 
 _REPEATS = flags.DEFINE_integer('repeats', 5, 'Repeats; the best counts.')

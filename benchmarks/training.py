@@ -19,7 +19,7 @@ from benchmarks import timing
 from mwrobust import attacks, train
 from mwrobust import config as config_lib
 from mwrobust.attacks import losses
-from mwrobust.job import Job, prepare
+from mwrobust.training.setup import Job, prepare
 from mwrobust.reporting.document import markdown_table
 
 _OUTER_STEPS = flags.DEFINE_integer('outer_steps', 4, 'Of each policy.')

@@ -23,22 +23,16 @@ import ml_collections
 from absl import flags
 from etils import epath
 
-from mwrobust import (
-  attacks,
-  command_line,
-  evaluation,
-  models,
-  train,
-)
+from mwrobust import attacks, command_line, models
 from mwrobust import config as config_lib
 from mwrobust import data as data_lib
 from mwrobust.errors import UserError, check_choice
-from mwrobust.evaluation import protocols
-from mwrobust.job import refuse_another_run, steps_per_outer_step
 from mwrobust.reporting import accuracies, document, paper, runs, training
 from mwrobust.reporting.writing import check_parts
 from mwrobust.runtime import devices, files
 from mwrobust.runtime.progress import format_duration
+from mwrobust.training import loop, setup
+from mwrobust.training.setup import refuse_another_run
 
 
 class TablePlan(NamedTuple):
@@ -111,7 +105,7 @@ def plan(
       ours = config.copy_and_resolve_references()
       ours.seed = seed
       name, _, threat = method.partition(' ')
-      ours.policy.name = name
+      ours.method = name
       ours.policy.threat = threat or ours.policy.threat
       ours.eval.others = tuple(
         kind for kind in config.eval.others if kind in (*others, 'recalibrated')
@@ -133,9 +127,8 @@ def gradient_evaluations(
 ) -> tuple[int, int]:
   """Estimates the gradients that training and evaluating take.
 
-  Which threats a policy will choose is not known before: they count alike. Nor
-  is it known which examples will fall: every attack counts for every image, so
-  the evaluation is an upper bound. Three forward passes count as a gradient.
+  It is not known which threats a policy will choose, so all count alike; nor
+  which examples will fall, so the evaluation is an upper bound.
   """
   outline = _outline(config)
   known = outline.train, outline.validation, outline.test
@@ -147,53 +140,18 @@ def gradient_evaluations(
   train_size, validation_size, test_size = (
     count or all_ for count, all_ in zip(asked, known, strict=True)
   )
-  steps = {
-    threat.name: attack.steps
-    for threat, attack in config_lib.make_pairs(config)
-  }
-  policy = config_lib.make_policy(config)
-  attack_steps = statistics.mean(steps.values())
-  if config.policy.name == 'single':
-    attack_steps = steps[config.policy.threat]
-  elif not policy.attacks:
-    attack_steps = 0
-  schedule = config.train
-  batches = schedule.T * steps_per_outer_step(
-    schedule, train_size // schedule.batch_size
-  )
-  training = batches * schedule.batch_size * (attack_steps + 1)
-  validations = schedule.T + policy.validates_first
-  training += validations * validation_size * sum(steps.values())
-
-  h = config_lib.window(config)
-  # Of networks: an ensemble takes a gradient of each of its members.
-  sizes = {'last': 1, 'average': 1, 'recalibrated': 1, 'ensemble': h}
-  output = 'ensemble' if config.algorithm == 'ensemble' else 'average'
-  evaluated = {output, *config.eval.others} if h > 1 else {output}
-  evaluation_cost = sum(sizes[kind] for kind in evaluated) * sum(
-    test_size * _protocol_cost(config, name) for name in config.eval.protocols
-  )
-  radii = len(evaluation.RADII)
-  curve_size = min(config.eval.curve_examples, test_size)
-  evaluation_cost += (
-    sizes[output] * radii * curve_size * _protocol_cost(config, 'fast')
-  )
-  return round(training), round(evaluation_cost)
+  schedule = setup.make_schedule(config, train_size, validation_size)
+  validations = config.train.T + config_lib.make_policy(config).validates_first
+  training = schedule.steps * config.train.batch_size * setup.step_gradients(
+    config
+  ) + validations * validation_size * setup.validation_gradients(config)
+  classes = outline.num_classes
+  evaluation = setup.evaluation_gradients(config, test_size, classes)
+  return round(training), round(evaluation)
 
 
 def _outline(config: ml_collections.ConfigDict) -> data_lib.Outline:
   return data_lib.outline(config.data.name, config.data.dir)
-
-
-def _protocol_cost(config: ml_collections.ConfigDict, name: str) -> float:
-  """Returns the gradients that a protocol takes for an image, at most."""
-  protocol = protocols.make_protocol(name, classes=_outline(config).num_classes)
-  costs = [
-    protocols.evaluations(attack)
-    for threat in config_lib.make_threats(config)
-    for attack in protocol.stages[threat.norm].values()
-  ]
-  return sum(gradients + forwards / 3 for gradients, forwards in costs)
 
 
 def seconds_per_gradient(config: ml_collections.ConfigDict) -> float:
@@ -290,10 +248,15 @@ def _status(run: PlannedRun) -> tuple[str, float]:
     for protocol in run.config.eval.protocols
   }
   count = run.config.eval.examples or _outline(run.config).test
+  threats = {
+    threat.name: threat.eps for threat in config_lib.make_threats(run.config)
+  }
+  first = loaded.primary.first
   is_done = (
     loaded.outer_step == run.config.train.T
     and wanted <= evaluated
-    and len(loaded.primary.first.labels) == count
+    and len(first.labels) == count
+    and dict(zip(first.threats, first.eps, strict=True)) == threats
     and (loaded.output in loaded.curves or not run.config.eval.curve_examples)
   )
   return 'done' if is_done else 'begun', trained
@@ -311,7 +274,15 @@ def run_missing(
     say(f'\n---- run {number} of {len(planned)}: {run.workdir}')
     if _status(run)[0] != 'done':
       loop.train_and_evaluate(run.config, str(run.workdir), say)
-    found.append(runs.load(run.workdir))
+    loaded = runs.load(run.workdir)
+    # Another table may have needed other protocols, and not of every method.
+    evaluations = {}
+    for network, by_protocol in loaded.evaluations.items():
+      for protocol, outcomes in by_protocol.items():
+        if protocol in run.config.eval.protocols:
+          evaluations.setdefault(network, {})[protocol] = outcomes
+    primary = loaded.primary._replace(evaluations=evaluations)
+    found.append(loaded._replace(primary=primary))
   return found
 
 
@@ -333,8 +304,10 @@ def accuracy_section(
 def time_section(
   table: TablePlan, found: Sequence[runs.Run]
 ) -> document.Section:
-  """Hours of training by method, over those of the first, and the paper's."""
-  theirs = paper.HOURS[accuracies.paper_data(found[0].config)]
+  """The hours of training by method, over those of the first, and the paper's.
+
+  The paper's are left out where data, network or threats are others.
+  """
   hours = {
     method: statistics.mean(
       run.outer[-1]['seconds'] / 3600 for run in found if run.method == method
@@ -342,22 +315,28 @@ def time_section(
     for method in table.methods
   }
   first = next(iter(table.methods))
+  over = f'over {accuracies.method_title(first).lower()}'
+  header = ['training', 'hours', over]
   rows = [
     [
       accuracies.method_title(method),
       f'{hours[method]:.3f}',
       f'{hours[method] / hours[first]:.2f}',
-      f'{theirs[method]:.2f}',
-      f'{theirs[method] / theirs[first]:.2f}',
     ]
     for method in table.methods
   ]
-  over = f'over {accuracies.method_title(first).lower()}'
-  header = ['training', 'hours', over, 'paper, hours', f'paper, {over}']
-  return 'Training time', [
-    document.table(header, rows),
-    document.text(accuracies.other_fields(found[0].config)),
-  ]
+  if differs := accuracies.unlike_the_paper(found[0]):
+    note = f"Not compared with the paper's hours: {differs}."
+  else:
+    note = accuracies.other_fields(found[0].config)
+    theirs = paper.HOURS[accuracies.paper_data(found[0].config)]
+    header += ['paper, hours', f'paper, {over}']
+    for row, method in zip(rows, table.methods, strict=True):
+      row += [
+        f'{theirs[method]:.2f}',
+        f'{theirs[method] / theirs[first]:.2f}',
+      ]
+  return 'Training time', [document.table(header, rows), document.text(note)]
 
 
 def as_json(found: Sequence[runs.Run]) -> dict[str, Any]:

@@ -394,12 +394,17 @@ def test_costs_are_in_gradient_evaluations():
   [
     attacks.pgd(3),
     attacks.pgd(3, restarts=2),
+    attacks.momentum(4),
+    attacks.apgd(5, result='highest'),
     attacks.apgd(5),
     attacks.apgd(5, loss='dlr', targets=2, restarts=2),
     attacks.fab(3, targets=2),
     attacks.square(7),
   ],
-  ids=['pgd', 'restarts', 'apgd', 'targets', 'fab', 'square'],
+  ids=[
+    *('pgd', 'restarts', 'momentum', 'highest', 'apgd', 'targets', 'fab'),
+    'square',
+  ],
 )
 def test_costs_are_what_an_attack_spends_if_it_does_not_stop(attack):
   pair = (attacks.Threat(norm='l2', eps=1e-3), attack)

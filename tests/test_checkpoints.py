@@ -13,7 +13,7 @@ import optax
 import pytest
 
 from mwrobust import models, policies, state
-from mwrobust.checkpoints import Checkpoints, last
+from mwrobust.training.checkpoints import Checkpoints, last
 from mwrobust.errors import UserError
 
 POLICY = policies.multiplicative_weights(6, 0.1)

@@ -20,7 +20,7 @@ from launch import local
 from mwrobust import checkpoints
 from mwrobust.errors import UserError
 from mwrobust.evaluation import Outcomes
-from mwrobust.job import check_training, prepare
+from mwrobust.training.setup import check_training, prepare
 from mwrobust.runtime import devices
 
 ROOT = pathlib.Path(__file__).parent.parent

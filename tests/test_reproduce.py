@@ -13,19 +13,32 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from test_report import change_metrics, copy_run, ignore, section, tables_of
+from made import (
+  about,
+  copy_run,
+  evaluations_of,
+  ignore,
+  make_outcomes,
+  make_run,
+  remove_evaluations,
+  section,
+  tables_of,
+)
 from tiny_run import tiny
 
-from mwrobust import config, paper, reproduce, runs, train
+from mwrobust import config, evaluation, reporting, reproduce, train
 from mwrobust.errors import UserError
-from mwrobust.job import prepare, refuse_another_run
-from mwrobust.outcomes import Outcomes
+from mwrobust.training.setup import prepare
+from mwrobust.reporting import paper
 from mwrobust.runtime.signals import Stop
 
 ROOT = pathlib.Path(__file__).parent.parent
 POLICIES = ('greedy', 'round_robin', 'multiplicative_weights')
 SINGLE = ('single pixel_linf', 'single dct_linf')
 METHODS = (*POLICIES, *SINGLE)
+# The gradients of the protocol 'paper' for an image: PGD, SLIDE, and one look
+# at what each of them has found, which is a third of a gradient.
+ONCE = 4 * 40 + 2 * 100 + 6 / 3
 NETWORKS = ('h=1', 'h=2 average', 'h=2 ensemble')
 
 
@@ -33,20 +46,20 @@ NETWORKS = ('h=1', 'h=2 average', 'h=2 ensemble')
 
 
 @pytest.mark.parametrize(
-  ('table', 'methods', 'restarts', 'data'),
+  ('table', 'methods', 'protocol', 'data'),
   [
-    ('tradeoff', SINGLE, 1, 'cifar10'),
-    ('cifar10', POLICIES, 1, 'cifar10'),
-    ('mnist', (*POLICIES, *SINGLE), 1, 'mnist'),
-    ('restarts', POLICIES, 20, 'mnist'),
-    ('time', (*SINGLE, *POLICIES), 1, 'mnist'),
-    ('convexity', POLICIES[2:], 1, 'mnist'),
+    ('tradeoff', SINGLE, 'paper', 'cifar10'),
+    ('cifar10', POLICIES, 'paper', 'cifar10'),
+    ('mnist', (*POLICIES, *SINGLE), 'paper', 'mnist'),
+    ('restarts', POLICIES, 'paper-20', 'mnist'),
+    ('time', (*SINGLE, *POLICIES), 'paper', 'mnist'),
+    ('convexity', POLICIES[2:], 'paper', 'mnist'),
   ],
 )
 def test_a_plan_has_each_method_with_each_seed(
-  table, methods, restarts, data, tmp_path
+  table, methods, protocol, data, tmp_path
 ):
-  shared = tiny()
+  shared = tiny(**{'eval.protocols': ('standard',)})
   before = shared.to_dict()
   plan = reproduce.TABLES[table]
   planned = reproduce.plan(plan, shared, [0, 7], tmp_path)
@@ -55,7 +68,6 @@ def test_a_plan_has_each_method_with_each_seed(
     for method in methods
     for seed in (0, 7)[: 1 if table == 'mnist' and method in SINGLE else 2]
   ]
-  assert plan.restarts == restarts
   assert plan.config == f'{data}.py'
   for run in planned:
     name, _, threat = run.method.partition(' ')
@@ -64,7 +76,11 @@ def test_a_plan_has_each_method_with_each_seed(
       for field, value in config.flatten(run.config).items()
       if value != config.flatten(shared)[field]
     }
-    assert changed <= {'seed', 'policy.name', 'policy.threat', 'eval.others'}
+    assert changed <= {
+      *('seed', 'policy.name', 'policy.threat', 'eval.others'),
+      'eval.protocols',
+    }
+    assert run.config.eval.protocols == ('standard', protocol)
     assert run.config.policy.name == name
     assert run.config.policy.threat == (threat or 'pixel_linf')
   planned[0].config.train.T = 99
@@ -81,7 +97,7 @@ def test_the_tables_are_those_of_the_paper():
     if name == 'time':
       assert set(table.methods) == set(paper.HOURS[data])
       continue
-    figures = paper.ACCURACIES[data, table.restarts]
+    figures = paper.ACCURACIES[data, 20 if name == 'restarts' else 1]
     shown = {(method, 'h=3 average') for method in table.methods}
     for method, others in table.methods.items():
       names = {'last': 'h=1', 'ensemble': 'h=3 ensemble'}
@@ -95,14 +111,14 @@ def test_the_tables_are_those_of_the_paper():
 
 
 @pytest.mark.parametrize('words', [[], [''], ['a'], ['0', '-1'], ['1.5']])
-def test_bad_seeds_are_told(words):
-  with pytest.raises(UserError, match=r'--seeds=.* must be numbers'):
+def test_bad_seeds_are_refused(words):
+  with pytest.raises(UserError, match=f'--seeds={",".join(words)}'):
     reproduce.parse_seeds(words)
 
 
 def test_a_seed_counts_once(tmp_path):
   assert reproduce.parse_seeds(['2', '0', '2']) == [2, 0]
-  with pytest.raises(UserError, match='seed = 4294967296 is not allowed'):
+  with pytest.raises(UserError, match='seed = 4294967296'):
     reproduce.plan(reproduce.TABLES['mnist'], tiny(), [2**32], tmp_path)
 
 
@@ -117,62 +133,39 @@ def test_a_table_of_some_methods_keeps_their_order(tmp_path):
   assert reproduce.restrict(table, []) == table
 
 
-def test_a_threat_that_is_not_there_is_told_before_anything_runs(tmp_path):
+def test_a_threat_that_is_not_there_is_refused_before_anything_runs(tmp_path):
   pixels = tiny(**{'threats.spaces': ('pixel',)})
   with pytest.raises(UserError, match=r"policy.threat = 'dct_linf'"):
     reproduce.plan(reproduce.TABLES['time'], pixels, [0], tmp_path)
 
 
-def test_a_table_of_averages_needs_more_than_one_step(tiny_run, tmp_path):
-  run = copy_run(tiny_run, tmp_path / 'run', **{'train.h': 1})
-  for path in (run / 'eval').glob('h=2*.npz'):
-    path.unlink()
+def test_a_table_of_averages_needs_more_than_one_step(tmp_path):
   table = reproduce.TABLES['convexity']
-
-  def make():
-    reproduce.plan(table, config.load(run), [0], tmp_path)
-    reproduce.accuracy_section(table, [runs.load(run)])
-
   with pytest.raises(UserError, match=r'train\.h'):
-    make()
+    reproduce.plan(table, tiny(**{'train.h': 1}), [0], tmp_path)
 
 
-def test_an_ensemble_of_all_is_in_its_table(tiny_run, tmp_path):
-  run = copy_run(tiny_run, tmp_path / 'run', algorithm='ensemble')
-  for path in (run / 'eval').glob('h=2_average*.npz'):
-    path.unlink()
-  path = run / 'eval' / 'h=2_ensemble.npz'
-  path.rename(path.with_stem('h=3_ensemble'))
-  loaded = runs.load(run)
-  _, parts = reproduce.accuracy_section(reproduce.TABLES['mnist'], [loaded])
-  (ours, *_) = tables_of('\n\n'.join(part.markdown for part in parts))
-  assert loaded.output == 'h=3 ensemble'
+def test_an_ensemble_of_all_is_in_its_table(tmp_path):
+  evaluations = [
+    make_outcomes(**about(network) | {'is_output': network != 'h=1'})
+    for network in ('h=1', 'h=3 ensemble')
+  ]
+  fields = {'algorithm': 'ensemble', 'data.name': 'mnist5k'}
+  run = reporting.load(make_run(tmp_path / 'run', evaluations, **fields))
+  _, parts = reproduce.accuracy_section(reproduce.TABLES['mnist'], [run])
+  (ours,) = tables_of('\n\n'.join(part.markdown for part in parts))
+  assert run.output == 'h=3 ensemble'
   assert list(ours['min']) == ['accuracy, %', 'h=1', 'h=3 ensemble']
 
 
-def test_a_run_of_another_config_is_told_before_anything_runs(
-  tiny_run, tmp_path, monkeypatch
+def test_a_run_of_another_config_is_refused_before_anything_runs(
+  tiny_run, tmp_path
 ):
   """Not after days of training what comes before it."""
   planned = reproduce.plan(reproduce.TABLES['mnist'], tiny(), [0], tmp_path)
   copy_run(tiny_run, planned[-1].workdir, **{'train.T': 4})
-  trained = []
-
-  def train_and_evaluate(config, workdir, say):
-    refuse_another_run(pathlib.Path(workdir), config)
-    trained.append(workdir)
-    shutil.copytree(tiny_run, workdir)
-
-  monkeypatch.setattr(train, 'train_and_evaluate', train_and_evaluate)
-  monkeypatch.setattr(reproduce, 'seconds_per_gradient', lambda config: 1.0)
-
-  def make():
-    reproduce.describe_plan(planned, 1)
-    reproduce.run_missing(planned, 1, ignore)
-
-  with pytest.raises(UserError, match='another config'):
-    make()
-  assert trained == []
+  with pytest.raises(UserError, match=r'train\.T: 4 there, 3 here'):
+    reproduce.describe_plan(planned)
 
 
 # ------------------------------------------------------------------- the costs
@@ -238,14 +231,14 @@ def rehearsed(tmp_path_factory):
 )
 def test_the_cost_of_training_is_what_training_counts(rehearsed, method):
   config, last, _ = rehearsed[method]
-  training, _ = reproduce.gradient_evaluations(config, restarts=1)
+  training, _ = reproduce.gradient_evaluations(config)
   # For round robin too: 18 mini batches are three for each of six threats.
   assert training == last['gradient_evaluations']
 
 
 def test_the_cost_of_greedy_has_a_validation_more(rehearsed):
   config, last, _ = rehearsed['greedy']
-  training, _ = reproduce.gradient_evaluations(config, restarts=1)
+  training, _ = reproduce.gradient_evaluations(config)
   validation = 4 * 30 * (4 * 3 + 2 * 7)
   # All losses are alike here, and the first of them takes 3 steps.
   assert last['gradient_evaluations'] == validation + 18 * 20 * (3 + 1)
@@ -263,7 +256,7 @@ def test_weights_of_round_robin_are_the_shares_it_trains(rehearsed):
 
 def test_training_without_attacks_costs_no_attacks():
   natural = tiny(**{'policy.name': 'natural'})
-  training, _ = reproduce.gradient_evaluations(natural, restarts=1)
+  training, _ = reproduce.gradient_evaluations(natural)
   assert training == 18 * 20 + 3 * 30 * 12
 
 
@@ -271,63 +264,66 @@ def test_an_outer_step_may_be_a_part_of_an_epoch():
   half = tiny(**{'train.r': 0.5})
   job = prepare(half)
   assert (job.steps_per_epoch, job.steps_per_outer_step, job.steps) == (6, 3, 9)
-  training, _ = reproduce.gradient_evaluations(half, restarts=1)
+  training, _ = reproduce.gradient_evaluations(half)
   assert training == 9 * 20 * (2 + 1) + 3 * 30 * 12
   least = tiny(**{'train.r': 0.01})  # A mini batch at least.
   assert prepare(least).steps_per_outer_step == 1
 
 
 def test_the_cost_of_the_tiny_run(tiny_run):
-  training, evaluation = reproduce.gradient_evaluations(tiny(), restarts=1)
+  training, cost = reproduce.gradient_evaluations(tiny())
   # All threats take two steps there, so it is known before who is chosen.
   assert training == logged(tiny_run, 'outer')[-1]['gradient_evaluations']
   full = {
-    path.stem: Outcomes.load(path).gradient_evaluations()[1]
-    for path in (tiny_run / 'eval').iterdir()
+    network: outcomes.evaluations()[1]
+    for (network, _), outcomes in evaluations_of(tiny_run).items()
   }
-  assert set(full) == {
-    *('h=1', 'h=2_average', 'h=2_average_health', 'h=2_average_radii'),
-    'h=2_ensemble',
-  }
-  # A gradient of an ensemble of two is one of each.
-  networks = full['h=1'] + full['h=2_average'] + 2 * full['h=1']
-  more = full['h=2_average_health'] + full['h=2_average_radii']
-  assert evaluation == networks + more
+  assert set(full) == set(NETWORKS)
+  for done, in_full in (
+    outcomes.evaluations() for outcomes in evaluations_of(tiny_run).values()
+  ):
+    assert (done <= in_full).all()
+  # A gradient of an ensemble of two is one of each; three forward passes count
+  # as a gradient.
+  gradients, forwards = full['h=1'] + full['h=2 average'] + 2 * full['h=1']
+  assert cost == round(gradients + forwards / 3)
 
 
 def test_the_cost_of_the_paper():
-  paper_mnist = config.preset('paper', 'mnist')
-  training, evaluation = reproduce.gradient_evaluations(paper_mnist, 20)
+  theirs = config.preset('paper', 'mnist')
+  theirs.eval.protocols = ('paper-20',)
+  training, cost = reproduce.gradient_evaluations(theirs)
   steps = 4 * 10 + 2 * 20
-  assert (
-    training
-    == 60 * 54_000 * (steps // 6)
-    + 60 * 54_000 * (steps % 6) / 6
+  assert training == (
+    60 * 54_000 * steps / 6  # The attacks, half of them the longer ones.
     + 60 * 54_000
     + 20 * 6_000 * steps
   )
-  eval_steps = 4 * 40 + 2 * 100
-  more = 5 * 500 + 7 * 250  # Of the probes, and of the radii.
-  assert evaluation == eval_steps * (5 * 20 * 10_000 + more)
-  paper_mnist.train.h = 1
-  paper_mnist.eval.health_examples = 0
-  _, evaluation = reproduce.gradient_evaluations(paper_mnist, 1)
-  assert evaluation == 10_000 * eval_steps
+  # 40 steps of PGD or 100 of SLIDE, and one look at what they have found.
+  once = 4 * (40 + 1 / 3) + 2 * (100 + 1 / 3)
+  # APGD, then FAB towards 4 classes; of l1 with more starts and all classes.
+  fast = 4 * (100 + 1 / 3 + 4 * (50 + 52 / 3))
+  fast += 2 * (5 * (50 + 1 / 3) + 9 * (20 + 22 / 3))
+  # The last, the average and an ensemble of three; and seven radii.
+  assert cost == round(5 * 20 * 10_000 * once + 7 * 250 * fast)
+  theirs.train.h = 1
+  theirs.eval.curve_examples = 0
+  theirs.eval.protocols = ('paper', 'fast')
+  _, cost = reproduce.gradient_evaluations(theirs)
+  assert cost == round(10_000 * (once + fast))
 
 
 def test_the_cost_of_an_ensemble_of_all():
   """Of T networks, beside the last one."""
-  changes = {'train.T': 5, 'eval.health_examples': 0}
-  ensemble = tiny(algorithm='ensemble', **changes)
-  _, evaluation = reproduce.gradient_evaluations(ensemble, restarts=1)
-  assert evaluation == (1 + 5) * 30 * 12
+  ensemble = tiny(algorithm='ensemble', **{'train.T': 5})
+  _, cost = reproduce.gradient_evaluations(ensemble)
+  assert cost == (1 + 5) * 30 * ONCE
 
 
-def rows_of_plan(planned, restarts, monkeypatch):
+def rows_of_plan(planned, monkeypatch):
   """By run: the status, and what is left in thousands of gradients."""
   monkeypatch.setattr(reproduce, 'seconds_per_gradient', lambda config: 3.6)
-  text = reproduce.describe_plan(planned, restarts)
-  (table,) = tables_of(text)
+  (table,) = tables_of(reproduce.describe_plan(planned))
   return {
     pathlib.Path(name).name: (cells['status'], float(cells['hours left']))
     for name, cells in table.items()
@@ -350,30 +346,58 @@ def test_what_is_left_is_what_is_not_done(tiny_run, tmp_path, monkeypatch):
   (workdirs[2] / 'metrics.jsonl').write_text(f'{lines[0]}\n')
   done = json.loads(lines[0])['gradient_evaluations']
   shutil.rmtree(workdirs[3] / 'eval')
-  training, evaluation = reproduce.gradient_evaluations(planned[0].config, 1)
+  training, cost = reproduce.gradient_evaluations(planned[0].config)
   name = 'multiplicative_weights-seed'
-  assert rows_of_plan(planned, 1, monkeypatch) == {
-    f'{name}0': ('new', left(training + evaluation)),
+  assert rows_of_plan(planned, monkeypatch) == {
+    f'{name}0': ('new', left(training + cost)),
     f'{name}1': ('done', 0),
-    f'{name}2': ('begun', left(training + evaluation - done)),
-    f'{name}3': ('begun', left(evaluation)),
+    f'{name}2': ('begun', left(training + cost - done)),
+    f'{name}3': ('begun', left(cost)),
   }
-  # Twenty starts are another evaluation; the training serves both.
-  _, restarts = reproduce.gradient_evaluations(planned[0].config, 20)
-  found = rows_of_plan(planned[1:2], 20, monkeypatch)
-  assert found == {f'{name}1': ('begun', left(restarts))}
 
 
-@pytest.mark.parametrize('name', ['health', 'radii'])
-def test_a_run_without_its_checks_is_not_done(
-  name, tiny_run, tmp_path, monkeypatch
+def status_of(planned, monkeypatch):
+  ((status, _),) = rows_of_plan([planned], monkeypatch).values()
+  return status
+
+
+def test_a_run_is_done_when_all_that_the_table_shows_is_there(
+  tiny_run, tmp_path, monkeypatch
 ):
   table = reproduce.TABLES['convexity']
-  planned = reproduce.plan(table, tiny(), [0], tmp_path)
-  copy_run(tiny_run, planned[0].workdir)
-  (planned[0].workdir / 'eval' / f'h=2_average_{name}.npz').unlink()
-  ((status, _),) = rows_of_plan(planned, 1, monkeypatch).values()
-  assert status == 'begun'
+
+  def planned(table=table, **changes):
+    (run,) = reproduce.plan(table, tiny(**changes), [0], tmp_path)
+    return run
+
+  workdir = planned().workdir
+  copy_run(tiny_run, workdir)
+  assert status_of(planned(), monkeypatch) == 'done'
+  # Other protocols, test images and threats need other evaluations.
+  more = table._replace(protocol='paper-20')
+  assert status_of(planned(more), monkeypatch) == 'begun'
+  fewer = planned(**{'eval.examples': 20})
+  assert status_of(fewer, monkeypatch) == 'begun'
+  with_curve = planned(**{'eval.curve_examples': 5})
+  assert status_of(with_curve, monkeypatch) == 'begun'
+  (workdir / 'eval' / 'any').mkdir()
+  curve = make_outcomes(protocol='fast', count=5, radii=(1.0, 4.0), **about())
+  curve.save(workdir / 'eval' / 'any' / evaluation.FILE)
+  assert status_of(with_curve, monkeypatch) == 'done'
+  remove_evaluations(workdir, lambda s: s['network'] == 'h=2 ensemble')
+  assert status_of(planned(), monkeypatch) == 'begun'
+
+
+def test_an_evaluation_under_other_threats_does_not_count(
+  tiny_run, tmp_path, monkeypatch
+):
+  def alter(outcomes):
+    outcomes.settings['threats'][1]['eps'] = 2.0
+
+  table = reproduce.TABLES['convexity']
+  (planned,) = reproduce.plan(table, tiny(), [0], tmp_path)
+  copy_run(tiny_run, planned.workdir, alter)
+  assert status_of(planned, monkeypatch) == 'begun'
 
 
 def test_an_evaluation_that_was_interrupted_needs_no_training(
@@ -382,18 +406,40 @@ def test_an_evaluation_that_was_interrupted_needs_no_training(
   table = reproduce.TABLES['convexity']
   planned = reproduce.plan(table, tiny(), [0], tmp_path)
   copy_run(tiny_run, planned[0].workdir)
-  for path in (planned[0].workdir / 'eval').glob('h=2*.npz'):
-    path.unlink()  # That of h=1 is there.
-  _, evaluation = reproduce.gradient_evaluations(planned[0].config, 1)
-  ((status, hours),) = rows_of_plan(planned, 1, monkeypatch).values()
+  remove_evaluations(planned[0].workdir, lambda s: s['network'] != 'h=1')
+  _, cost = reproduce.gradient_evaluations(planned[0].config)
+  ((status, hours),) = rows_of_plan(planned, monkeypatch).values()
   assert status == 'begun'
-  assert hours <= evaluation / 1000 + 0.0051
+  assert hours <= cost / 1000 + 0.0051
 
 
 # --------------------------------------------------------------------- the time
 
 
-def test_hours_are_compared_with_those_of_one_threat(tiny_run, tmp_path):
+def timed_runs(table, folder, seconds, **fields):
+  """The runs of a table, which took so long by method and seed."""
+  found = []
+  for run in reproduce.plan(table, tiny(), [0, 1], folder):
+    policy = run.config.policy
+    make_run(
+      run.workdir,
+      **fields,
+      **{
+        'seed': run.config.seed,
+        'policy.name': policy.name,
+        'policy.threat': policy.threat,
+      },
+    )
+    path = run.workdir / 'metrics.jsonl'
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    for row in rows:
+      row['seconds'] = seconds[run.method][run.config.seed] * row['step'] / 30
+    path.write_text(''.join(json.dumps(row) + '\n' for row in rows))
+    found.append(reporting.load(run.workdir))
+  return found
+
+
+def test_hours_are_compared_with_those_of_one_threat(tmp_path):
   table = reproduce.TABLES['time']
   seconds = {
     'single pixel_linf': (3600, 7200),
@@ -402,27 +448,6 @@ def test_hours_are_compared_with_those_of_one_threat(tiny_run, tmp_path):
     'round_robin': (9000, 7200),
     'multiplicative_weights': (7200, 6300),
   }
-  found = []
-  for run in reproduce.plan(table, tiny(), [0, 1], tmp_path):
-    copy_run(
-      tiny_run,
-      run.workdir,
-      **{
-        'seed': run.config.seed,
-        'policy.name': run.config.policy.name,
-        'policy.threat': run.config.policy.threat,
-      },
-    )
-    last = seconds[run.method][run.config.seed]
-
-    def change(row, last=last):
-      row['seconds'] = last * row['step'] / 18
-
-    change_metrics(run.workdir, change)
-    found.append(runs.load(run.workdir))
-  heading, parts = reproduce.time_section(table, found)
-  assert heading == 'Training time'
-  (rows,) = tables_of(parts[0].markdown)
   titles = {
     'single pixel_linf': 'Single pixel_linf',
     'single dct_linf': 'Single dct_linf',
@@ -430,17 +455,31 @@ def test_hours_are_compared_with_those_of_one_threat(tiny_run, tmp_path):
     'round_robin': 'Round robin',
     'multiplicative_weights': 'Mult. weights',
   }
-  assert list(rows) == [titles[method] for method in table.methods]
   first = statistics.mean(seconds['single pixel_linf'])
-  hours = paper.HOURS['mnist']
-  for method, title in titles.items():
-    ours = statistics.mean(seconds[method])
-    assert list(rows[title].values())[1:] == [
-      *(f'{ours / 3600:.3f}', f'{ours / first:.2f}'),
-      f'{hours[method]:.2f}',
-      f'{hours[method] / hours["single pixel_linf"]:.2f}',
+  theirs = paper.HOURS['mnist']
+
+  def rows_of(name, **fields):
+    found = timed_runs(table, tmp_path / name, seconds, **fields)
+    heading, (part, *others) = reproduce.time_section(table, found)
+    assert heading == 'Training time'
+    (rows,) = tables_of(part.markdown)
+    assert list(rows) == [titles[method] for method in table.methods]
+    for method, title in titles.items():
+      ours = statistics.mean(seconds[method])
+      cells = list(rows[title].values())[1:]
+      assert cells[:2] == [f'{ours / 3600:.3f}', f'{ours / first:.2f}']
+      yield method, cells[2:], others
+
+  for method, cells, (note,) in rows_of('paper'):
+    assert cells == [
+      f'{theirs[method]:.2f}',
+      f'{theirs[method] / theirs["single pixel_linf"]:.2f}',
     ]
-  assert "NOT the paper's setting" in parts[1].markdown
+    assert 'train.T 3 (paper: 20)' in note.markdown
+  # Other data take another time.
+  for _, cells, (note,) in rows_of('other', **{'data.name': 'mnist5k'}):
+    assert cells == []
+    assert 'data mnist5k (paper: mnist)' in note.markdown
 
 
 # ------------------------------------------------------------ the command line
@@ -461,11 +500,11 @@ def run_reproduce(*words, cwd=ROOT):
   ('words', 'message'),
   [
     ([], '--table'),
-    (['--table=mnist', '--seeds=0,x'], '--seeds=0,x must be numbers'),
-    (['--table=mnist', '--methods=gredy'], "Did you mean 'greedy'?"),
+    (['--table=mnist', '--seeds=0,x'], '--seeds=0,x'),
+    (['--table=mnist', '--methods=gredy'], "--methods = 'gredy'"),
   ],
 )
-def test_what_cannot_be_made_is_told(words, message):
+def test_what_cannot_be_made_is_refused(words, message):
   result = run_reproduce(*words)
   assert result.returncode == 1
   assert message in result.stdout + result.stderr
@@ -517,12 +556,12 @@ def test_a_dry_run_lists_and_writes_nothing(little, tmp_path):
     assert cells['status'] == 'new'
     # The average, the last, and here only an ensemble of two.
     networks = 4 if 'multiplicative' in name else 2
-    # With one start, then with 20; 5 for the probes, 7 for the radii.
-    evaluation = steps * ((1 + 20) * 30 * networks + 2 * (5 * 10 + 7 * 10))
+    # With one start, then with 20.
+    cost = (1 + 20) * 30 * networks * ONCE
     more = 30 * steps if 'greedy' in name else 0
     assert cells['training'] == f'{training + more:,}'
-    assert cells['evaluation'] == f'{evaluation:,}'
-  assert re.search(r'About .* left in all\.', result.stdout)
+    assert cells['evaluation'] == f'{cost:,.0f}'
+  assert re.search(r'\d:\d\d left in all\.', result.stdout)
 
 
 def test_only_what_is_missing_is_trained(made, tiny_run):
@@ -546,7 +585,7 @@ def test_a_made_table_is_written_thrice(made):
     *('mnist.json', 'mnist.md', 'mnist.html')
   }
   markdown = (results / 'mnist.md').read_text()
-  ours, beside = tables_of(section(markdown, 'Accuracy'))
+  (ours,) = tables_of(section(markdown, 'Accuracy'))
   figures = json.loads((results / 'mnist.json').read_text())['runs']
   assert [(run['method'], run['seed']) for run in figures] == [
     (method, 0) for method in METHODS
@@ -570,28 +609,18 @@ def test_a_made_table_is_written_thrice(made):
     if run['method'] == 'multiplicative_weights':
       shown |= {ensemble}
     assert set(run['accuracies']) == shown
-    for network, accuracies in run['accuracies'].items():
-      with np.load(
-        workdir / 'eval' / f'{network.replace(" ", "_")}.npz'
-      ) as arrays:
-        correct = arrays['correct']
+    for network, by_protocol in run['accuracies'].items():
+      (accuracies,) = by_protocol.values()
+      outcomes = evaluations_of(workdir)[network, 'paper']
+      natural = outcomes.logits.argmax(axis=1) == outcomes.labels
+      correct = natural & (outcomes.fell == -1)
       assert accuracies['union'] == pytest.approx(100 * correct.all(0).mean())
       assert accuracies['min'] == pytest.approx(100 * correct.mean(1).min())
-      assert (accuracies['images'], accuracies['starts']) == (30, 1)
+      assert accuracies['images'] == 30
       for row, cells in ours.items():
         value = cells[f'{title} {network}'].partition(' ')[0]
-        assert value == f'{accuracies[row]:.2f}'
-    with np.load(
-      workdir / 'eval' / f'{output.replace(" ", "_")}_health.npz'
-    ) as arrays:
-      stands = arrays['correct'].all(axis=0)
-    left = run['unions'][output]['all of these']
-    assert left == pytest.approx(100 * stands.mean())
-    if run['method'] in POLICIES:
-      cell = beside['union'][f'{title} h=1 (paper)']
-      theirs = paper.ACCURACIES['mnist', 1][run['method'], 'h=1']['union']
-      assert f'({theirs.mean:.2f} ± {theirs.std:.2f})' in cell
-  for words in ('preset paper', "NOT the paper's setting", '## Cost'):
+        assert value == f'{accuracies[row]:.1f}'
+  for words in ('preset paper', 'data mnist5k (paper: mnist)', '## Cost'):
     assert words in markdown
     assert words in result.stdout
   assert str(results / 'mnist.html') in result.stdout
@@ -603,12 +632,12 @@ def test_the_cost_of_a_made_table_was_known_before(made):
   results, _, _ = made
   for policy in POLICIES:
     shared = tiny(**{'policy.name': policy})
-    training, _ = reproduce.gradient_evaluations(shared, restarts=1)
+    training, _ = reproduce.gradient_evaluations(shared)
     last = logged(results / f'{policy}-seed0', 'outer')[-1]
     assert training == last['gradient_evaluations']
 
 
-def test_restarts_only_evaluate_again(made, tiny_run):
+def test_restarts_only_evaluate_again(made):
   results, words, _ = made
   before = {
     path: path.read_bytes()
@@ -616,24 +645,26 @@ def test_restarts_only_evaluate_again(made, tiny_run):
     if path.name == 'metrics.jsonl' or path.suffix in ('.npz', '.md')
   }
   output = results / 'elsewhere' / 'appendix'
-  result = run_reproduce('--table=restarts', *words, f'--output={output}')
+  methods = '--methods=greedy', f'--output={output}'
+  result = run_reproduce('--table=restarts', *words, *methods)
   assert result.returncode == 0, result.stderr
   assert 'outer step' not in result.stderr
   for path, content in before.items():
     assert path.read_bytes() == content, path
   markdown = (results / 'elsewhere' / 'appendix.md').read_text()
-  assert '20 starts' in markdown
-  figures = json.loads((results / 'elsewhere' / 'appendix.json').read_text())[
-    'runs'
-  ]
-  for run in figures:
-    for network, accuracies in run['accuracies'].items():
-      assert accuracies['starts'] == 20
-      stem = f'{results}/{run["method"]}-seed0/eval/{network.replace(" ", "_")}'
-      many = Outcomes.load(f'{stem}-restarts=20.npz')
-      one = Outcomes.load(f'{stem}.npz')
-      np.testing.assert_array_equal(many.correct_after(1), one.correct)
-      assert accuracies['union'] == pytest.approx(100 * many.union.mean())
-  # The paper has figures for these, of other radii than for one start.
-  _, beside = tables_of(section(markdown, 'Accuracy'))
-  assert '(3.37 ± 3.10)' in beside['union']['Greedy h=1 (paper)']
+  assert 'Protocol paper-20.' in markdown
+  figures = json.loads((results / 'elsewhere' / 'appendix.json').read_text())
+  assert [run['method'] for run in figures['runs']] == ['greedy']
+  for run in figures['runs']:
+    found = evaluations_of(results / f'{run["method"]}-seed0')
+    for network, by_protocol in run['accuracies'].items():
+      one, many = (found[network, name] for name in ('paper', 'paper-20'))
+      assert set(by_protocol) == {'paper', 'paper-20'}
+      np.testing.assert_array_equal(many.correct_after_tries(1), one.correct)
+      union = 100 * many.union.mean()
+      assert by_protocol['paper-20']['union'] == pytest.approx(union)
+  # What one of its runs has more does not change the first table.
+  result = run_reproduce('--table=mnist', *words)
+  assert result.returncode == 0, result.stderr
+  path = results / 'mnist.md'
+  assert path.read_bytes() == before[path]

@@ -378,11 +378,11 @@ class _Programs:
     self.batch_size = actual_batch_size(batch_size, len(examples.labels))
     self._network = network
     self._arrays = jax.device_put(network.arrays, devices.replicated())
-    keys = [
-      jax.random.fold_in(jax.random.key(seed), stage)
+    # As numbers: several processes cannot share an array of keys.
+    self._keys = [
+      jax.random.key_data(jax.random.fold_in(jax.random.key(seed), stage))
       for stage in range(len(protocol.attacks))
     ]
-    self._keys = keys
     self._pairs: dict[Any, list[tuple[Threat, Attack]]] = {}
     self._place: dict[tuple[int, Threat], tuple[Any, int]] = {}
     for stage, name in enumerate(protocol.attacks):
@@ -429,7 +429,8 @@ def _make_step(network: Network, pairs: Sequence[tuple[Threat, Attack]]):
   distances = [functools.partial(attacks.distance, t) for t, _ in pairs]
 
   def step(shared, batch):
-    arrays, key, index, start, scale = shared
+    arrays, key_data, index, start, scale = shared
+    key = jax.random.wrap_key_data(key_data)
     images, labels, ids = batch
     images = inputs.to_float(images)
     logits_fn = functools.partial(network.apply, arrays)

@@ -197,21 +197,19 @@ def steepest(pairs: Pairs) -> Adversary:
   at least one threat. The best of all steps is the result.
 
   The climb starts at the image, and has as many steps as the longest of the
-  attacks. Its steps have the attack's `step_size` if there is one. Else the
-  first is two radii long and each shorter than the one before, as in a line to
-  0. Long steps come
-  first because a small step out of one ball into another always looks bad:
-  with small steps the climb would stay with the threat that is ahead after the
-  first of them.
+  attacks. Its steps have the attack's `step_size` if there is one. Otherwise
+  the first is two radii long, and the length falls linearly to 0: a long step
+  leads from any point to near the best of each ball, so that the threats are
+  compared by what they can do. With short steps the climb can get stuck in the
+  ball that is ahead at the start.
   """
-  ascents = [attack for _, attack in pairs]
   for threat, attack in pairs:
     if not isinstance(attack, attacks.Ascent):
       raise UserError(
         f'The attack on {threat.name} is {attack!r}, but the adversary msd '
-        'climbs gradients: use attacks.pgd(...), slide(...) or apgd(...).'
+        'climbs gradients: use attacks.pgd(...) or attacks.momentum(...).'
       )
-  k, steps = len(pairs), max(attack.steps for attack in ascents)
+  k, steps = len(pairs), max(attack.steps for _, attack in pairs)
 
   def perturb(logits_fn, index, key, images, labels, ids, scale):
     del index
@@ -352,10 +350,10 @@ def _costs(pairs: Pairs) -> np.ndarray:
       return attack.tries * attack.queries * _FORWARD
     gradients = attack.tries * attack.steps
     forwards = int(attack.targets > 0)
-    if attack.stops_early or attack.tries > 1:
-      forwards += attack.tries
     if isinstance(attack, attacks.Fab):
-      forwards += gradients
+      forwards += gradients + attack.tries
+    elif attack.result != 'last' or attack.tries > 1:
+      forwards += attack.tries
     return gradients + forwards * _FORWARD
 
   return np.array([cost(attack) for _, attack in pairs])
