@@ -3,7 +3,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mwrobust import averaging
+from mwrobust.training import averaging
 
 H = 3
 

@@ -12,9 +12,10 @@ import numpy as np
 import optax
 import pytest
 
-from mwrobust import models, policies, state
-from mwrobust.training.checkpoints import Checkpoints, last
+from mwrobust import models
 from mwrobust.errors import UserError
+from mwrobust.training import policies, state
+from mwrobust.training.checkpoints import Checkpoints, last
 
 POLICY = policies.multiplicative_weights(6, 0.1)
 

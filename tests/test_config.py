@@ -8,6 +8,7 @@ from mwrobust import attacks
 from mwrobust import config as config_lib
 from mwrobust.errors import UserError
 from mwrobust.evaluation import protocols
+from mwrobust.training import policies
 
 CONFIGS = pathlib.Path(__file__).parent.parent / 'configs'
 
@@ -44,7 +45,11 @@ def test_the_order_of_variants_does_not_matter():
 
 def test_the_papers_threats_are_those_of_the_library():
   config = config_lib.preset('paper', 'mnist')
-  expected = attacks.six_threats(0.4, 1.0, 5.0)
+  # The paper clips once, after the inverse DCT; its code does so in pixels, too.
+  pixel, dct = (
+    attacks.six_threats(0.4, 1.0, 5.0, clip=clip) for clip in ('inside', 'end')
+  )
+  expected = (*pixel[:3], *dct[3:])
   assert config_lib.make_threats(config) == expected
   threats, _ = zip(*config_lib.make_pairs(config), strict=True)
   assert threats == expected
@@ -54,7 +59,7 @@ def test_the_presets_hold_the_numbers_of_the_paper_and_of_the_code():
   def numbers(config):
     threats, train, optimizer = config.threats, config.train, config.optimizer
     return (
-      (threats.eps_linf, threats.eps_l2, threats.eps_l1),
+      tuple(threats[f'dct_{norm}'].eps for norm in ('linf', 'l2', 'l1')),
       (config.model.name, config.policy.eta, config.data.validation),
       (train.T, train.r, train.h, train.batch_size, train.ramp),
       (optimizer.name, optimizer.learning_rate, optimizer.drops),
@@ -94,11 +99,10 @@ def test_the_presets_hold_the_numbers_of_the_paper_and_of_the_code():
   for config in (load('mnist'), load('cifar10', 'released')):
     assert (config.optimizer.momentum, config.optimizer.l2) == (0.9, 1e-4)
     pairs = config_lib.make_pairs(config)
-    assert {threat.clip for threat, _ in pairs} == {'inside'}
     assert all(attack.random_start for _, attack in pairs)
     assert {(threat.norm, attack) for threat, attack in pairs} == {
-      ('linf', attacks.pgd(10)),
-      ('l2', attacks.pgd(10)),
+      ('linf', attacks.pgd(10, percentile=95.0)),
+      ('l2', attacks.pgd(10, percentile=95.0)),
       ('l1', attacks.slide(20, percentile=95.0)),
     }
   protocol = protocols.make_protocol('paper', classes=10)
@@ -115,17 +119,25 @@ def test_the_presets_hold_the_numbers_of_the_paper_and_of_the_code():
     ('algorithm', 'figure4', r"algorithm = 'figure4'.*scalable, ensemble"),
     ('data.validation', 'first', r"data\.validation = 'first'"),
     ('model.name', 'resnet5', r"Did you mean 'resnet50'\?"),
-    ('threats.spaces', ('pixels',), r"Did you mean 'pixel'\?"),
-    ('threats.norms', ('l3',), r"threats\.norms = 'l3'"),
-    ('threats.norms', (), r'threats\.norms must each name at least one'),
-    ('threats.norms', ('l1', 'l1'), r'threats\.norms repeat one'),
+    ('threats.dct_l1.space', 'dkt', r"threats\.dct_l1\.space = 'dkt'"),
+    ('threats.dct_l1.space', 'no.where:X', r"space = 'no\.where:X' cannot"),
+    ('threats.dct_l1.norm', 'l3', r"threats\.dct_l1\.norm = 'l3'"),
+    ('threats.dct_l1.clip', 'once', r"clip='once'"),
+    ('threats.only', ('dct_l3',), r"threats\.only = 'dct_l3'.*Did you mean"),
+    ('threats.only', ('dct_l1', 'dct_l1'), r'threats\.only = .* repeats'),
+    ('threats.dct_l1.attack', {'step': 3}, r"Did you mean 'steps'\?"),
+    ('validation_attack', {'step': 3}, r"Did you mean 'steps'\?"),
+    ('attack.rule', 'fgsm', r"rule='fgsm'"),
+    ('attack.steps', 0, r'attack\.steps = 0.*at least 1'),
+    ('train.precision', 'float16', r"train\.precision = 'float16'"),
+    ('train.budget', -1, r'train\.budget = -1'),
     ('optimizer.drops', (-1,), r'optimizer\.drops = \(-1,\).*epochs'),
     ('data.name', 'minst', r"data\.name = 'minst'.*Did you mean 'mnist'"),
-    ('threats.eps_l2', 0.0, r'threats\.eps_l2 = 0\.0.*more than 0'),
-    ('policy.name', 'gredy', r"Did you mean 'greedy'\?"),
+    ('threats.dct_l2.eps', 0.0, r'threats\.dct_l2\.eps = 0\.0.*more than 0'),
+    ('method', 'gredy', r"Did you mean 'greedy'\?"),
     ('policy.eta', -1.0, r'policy\.eta = -1\.0.*more than 0'),
     ('optimizer.name', 'sdg', r"Did you mean 'sgd'\?"),
-    ('optimizer.schedule', 'cosine', r'Choose one of: steps, one_cycle'),
+    ('optimizer.schedule', 'linear', r'Choose one of: steps, one_cycle'),
     ('train.h', 21, r'train\.h = 21 is more than train\.T = 20'),
     ('train.T', 0, r'train\.T = 0.*at least 1'),
     ('train.r', 0.0, r'train\.r = 0\.0.*more than 0'),
@@ -133,7 +145,7 @@ def test_the_presets_hold_the_numbers_of_the_paper_and_of_the_code():
     ('eval.protocols', (), r'eval\.protocols must name'),
     ('eval.others', ('average',), r"eval\.others = 'average'"),
     ('train.ramp', 1.5, r'train\.ramp = 1\.5.*at least 0 and at most 1'),
-    ('train.percentile', 100.0, r'train\.percentile.*less than 100'),
+    ('attack.percentile', 100.0, r'percentile=100\.0'),
     ('optimizer.learning_rate', float('nan'), r'learning_rate = nan.*finite'),
     ('seed', -1, r'seed = -1.*at least 0'),
   ],
@@ -161,7 +173,7 @@ def test_what_is_shared_names_no_folder_of_this_machine():
 def test_unknown_missing_and_mistyped_fields_are_named():
   config = load('mnist')
   config.train.epochs = 3
-  with pytest.raises(UserError, match=r"config = 'train\.epochs'"):
+  with pytest.raises(UserError, match=r'train\.epochs.*train\.T x train\.r'):
     config_lib.validate(config)
   config = load('mnist')
   del config.train['ramp']
@@ -178,7 +190,7 @@ def test_the_single_threat_must_be_one_of_the_threats():
   config = load('mnist')
   config.policy.threat = 'pixel_l3'
   config_lib.validate(config)
-  config.policy.name = 'single'
+  config.method = 'single'
   with pytest.raises(UserError, match=r"policy\.threat = 'pixel_l3'.*Did you"):
     config_lib.validate(config)
 
@@ -195,6 +207,57 @@ def test_eta_may_follow_a_schedule():
   state = policy.init()
   for t, eta in enumerate((0.1, 0.1 / 2**0.5, 0.1 / 3**0.5)):
     before = state.log_weights
-    state = policy.update(state, 1.0 * (before == before).cumsum())
+    losses = 1.0 * (before == before).cumsum()
+    state = policy.update(state, policies.Validation(losses, 0 * losses))
     gained = (state.log_weights - before)[-1] - (state.log_weights - before)[0]
     assert gained == pytest.approx(5 * eta, rel=1e-5), t
+
+
+def test_threats_are_a_table_of_any_number():
+  config = load('mnist')
+  config.threats.only = ('dct_l1', 'pixel_linf')
+  config.threats.wide = {
+    'space': f'{__name__}:FLIP',
+    'norm': 'l2',
+    'eps': 3.0,
+    'clip': 'strict',
+    'attack': {'steps': 7},
+  }
+  config_lib.validate(config)
+  names = [threat.name for threat in config_lib.make_threats(config)]
+  assert names == ['pixel_linf', 'dct_l1']
+  config.threats.only = ('wide',)
+  config.validation_attack = {'steps': 30}
+  config_lib.validate(config)
+  ((threat, attack),) = config_lib.make_pairs(config)
+  assert (threat.space, threat.eps, attack.steps) == (FLIP, 3.0, 7)
+  ((_, attack),) = config_lib.make_pairs(config, 'validation')
+  assert attack.steps == 30
+
+
+FLIP = attacks.Space(
+  'flip', lambda x: x[::-1], lambda z: z[::-1], orthonormal=True
+)
+
+
+def test_the_attack_of_training_may_differ_by_threat():
+  config = load('mnist', 'cnn')
+  found = {t.name: attack for t, attack in config_lib.make_pairs(config)}
+  assert found['pixel_linf'] == attacks.momentum(10, radii=(1.0,))
+  assert found['dct_linf'] == attacks.momentum(10)
+  assert found['dct_l1'] == attacks.apgd(20, result='highest')
+  assert {t.clip for t in config_lib.make_threats(config)} == {'inside'}
+
+
+def test_maini_has_three_threats_in_pixels():
+  config = load('mnist', 'maini')
+  threats = config_lib.make_threats(config)
+  assert threats == attacks.six_threats(0.3, 2.0, 10.0)[:3]
+  assert config.model.name == 'maini'
+  config_lib.validate(config)
+
+
+def test_a_config_survives_its_file(tmp_path):
+  config = load('mnist', 'cnn')
+  (tmp_path / 'config.json').write_text(config.to_json())
+  assert config_lib.load(tmp_path) == config

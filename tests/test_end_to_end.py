@@ -16,9 +16,13 @@ import pytest
 from absl import flags
 from tiny_run import tiny
 
-from mwrobust import checkpoints, command_line, main, run_evaluation, train
+from mwrobust import command_line, main
 from mwrobust.errors import UserError
 from mwrobust.evaluation import Outcomes
+from mwrobust.runtime import files
+from mwrobust.training import checkpoints, setup
+from mwrobust.training import evaluation as run_evaluation
+from mwrobust.training import loop as train
 
 ROOT = pathlib.Path(__file__).parent.parent
 STEPS = 18
@@ -49,7 +53,7 @@ def results_of(workdir):
 
 @functools.cache
 def job():
-  return train.prepare(tiny())
+  return setup.prepare(tiny())
 
 
 def final_state(workdir):
@@ -74,7 +78,8 @@ point, where, workdir = sys.argv[2], int(sys.argv[3]), sys.argv[4]
 
 import tests.conftest
 from absl import flags
-from mwrobust import command_line, main, train
+from mwrobust import command_line, main
+from mwrobust.training import loop as train
 from mwrobust.evaluation import survivors
 from tests.tiny_run import tiny
 
@@ -90,16 +95,16 @@ if point in ('train', 'stop', 'ctrl-c'):
       send(number)
   train._Log.trained = dying
 elif point in ('validate', 'stop-validate'):
-  validation_losses = train.validation_losses
+  validate = train.validate
   def dying(job, state, step, pause):
     calls.append(None)
     def pause_and_die():
       pause()
       if len(calls) == where:
         send(9 if point == 'validate' else 15)
-    return validation_losses(job, state, step, pause_and_die)
+    return validate(job, state, step, pause_and_die)
   calls = []
-  train.validation_losses = dying
+  train.validate = dying
 elif point in ('evaluate', 'stop-evaluate'):
   survivors.SECONDS_BETWEEN_SAVES = -1
   record = survivors._record
@@ -274,7 +279,7 @@ def test_a_signal_saves_and_says_how_to_go_on(
   assert 'Traceback' not in result.stderr
   assert status_of(workdir) == {'status': 'interrupted'}
   result = run_child('none', 0, workdir)
-  assert 'Going on from step 9 of 18' in result.stdout
+  assert 'Resuming from step 9 of 18' in result.stdout
   assert result.returncode == 0, result.stderr
   assert_same_state(workdir, expected)
 
@@ -354,18 +359,24 @@ def test_a_run_meets_threats_that_it_was_not_trained_with(
   shutil.copytree(undisturbed[0], workdir)
   config = tiny(
     **{
-      'threats.spaces': ('haar',),
-      'threats.norms': ('linf', 'l1'),
-      'threats.eps_linf': 0.07,
       'eval.protocols': ('paper', 'fast'),
       'eval.others': (),
       'eval.curve_examples': 5,
     }
   )
+  config.threats = {'only': ()}
+  for norm, eps in (('linf', 0.07), ('l1', 1.0)):
+    config.threats[f'mine_{norm}'] = {
+      'space': 'haar',
+      'norm': norm,
+      'eps': eps,
+      'clip': 'inside',
+      'attack': {},
+    }
   evaluations = run_evaluation.evaluate_run(config, str(workdir), print)
   (of_output,) = evaluations.values()
   assert list(of_output) == ['paper', 'fast']
-  assert of_output['fast'].threats == ('haar_linf', 'haar_l1')
+  assert of_output['fast'].threats == ('mine_linf', 'mine_l1')
   assert of_output['fast'].eps[0] == 0.07
   curves = [o for o in evaluations_of(workdir) if len(o.settings['radii']) > 1]
   assert [len(curve.labels) for curve in curves] == [5]
@@ -415,17 +426,36 @@ def test_a_damaged_evaluation_is_named_and_kept(undisturbed, tmp_path):
     ('single', {'policy.threat': 'dct_l2'}),
     ('uniform', {}),
     ('natural', {}),
+    ('e_at', {}),
+    ('ucb', {}),
+    ('max', {'threats.only': ('pixel_linf', 'dct_l1')}),
+    ('avg', {'threats.only': ('pixel_linf', 'dct_l1')}),
+    ('msd', {'threats.only': ('pixel_linf', 'dct_l1')}),
   ],
 )
-def test_every_policy_trains(policy, changes, tmp_path):
-  config = tiny(**{'policy.name': policy, 'train.T': 2} | changes)
+def test_every_method_trains(policy, changes, tmp_path):
+  config = tiny(**{'method': policy, 'train.T': 2} | changes)
   evaluations, _ = run(config, tmp_path / policy)
   accuracies = evaluations['h=1']['paper'].accuracies()
   assert accuracies['union'] <= accuracies['min'] <= accuracies['pixel_linf']
+  if policy in ('max', 'avg', 'msd'):
+    cost = rows_of(tmp_path / policy, 'outer')[-1]['gradient_evaluations']
+    validation = 2 * 30 * 2 * 2  # Twice 30 images under two threats, two steps.
+    per_image = {
+      'max': 2 * 2 + 2 / 3 + 1,
+      'avg': 2 * 2 + 2,
+      'msd': 2 * (1 + 2 / 3) + 1,
+    }[policy]
+    assert cost == pytest.approx(12 * 20 * per_image + validation, abs=1)
+    return
   chosen = [
     sum(row['chosen'][name] for row in rows_of(tmp_path / policy, 'train'))
     for name in SIX
   ]
+  if policy in ('e_at', 'ucb'):
+    assert sum(chosen) == 12
+    assert min(chosen) > 0 or policy == 'e_at'
+    return
   if policy == 'round_robin':
     assert chosen == [2] * 6
   elif policy == 'single':
@@ -445,7 +475,7 @@ def test_every_policy_trains(policy, changes, tmp_path):
 
 def test_validation_sees_the_radii_that_training_sees(tmp_path, monkeypatch):
   scales = []
-  prepare = train.prepare
+  prepare = setup.prepare
 
   def recording(config):
     prepared = prepare(config)
@@ -456,10 +486,63 @@ def test_validation_sees_the_radii_that_training_sees(tmp_path, monkeypatch):
 
     return prepared._replace(validation_step=validation_step)
 
-  monkeypatch.setattr(train, 'prepare', recording)
+  monkeypatch.setattr(setup, 'prepare', recording)
   run(tiny(), tmp_path / 'ramp')
   # Six threats on two batches.
   assert scales == pytest.approx([6 / 9] * 12 + [1] * 24)
+
+
+def test_a_budget_decides_how_long_training_is(tmp_path):
+  # An outer step validates 30 images under six threats with two steps, and each
+  # of its mini batches takes 20 x 3 gradients.
+  budget = 3 * (30 * 12 + 4 * 60)
+  config = tiny(**{'train.budget': budget})
+  run(config, tmp_path / 'budget')
+  rows = rows_of(tmp_path / 'budget', 'outer')
+  assert [row['step'] for row in rows] == [4, 8, 12]
+  assert rows[-1]['gradient_evaluations'] == budget
+  with pytest.raises(UserError, match=r'train\.budget = 1200 is too small'):
+    run(tiny(**{'train.budget': 1200}), tmp_path / 'small')
+
+
+def test_the_game_and_the_check_are_written_down(undisturbed, tmp_path):
+  workdir, _ = undisturbed
+  rows = rows_of(workdir, 'outer')
+  played = np.array([list(row['played'].values()) for row in rows])
+  losses = np.array([list(row['validation_loss'].values()) for row in rows])
+  np.testing.assert_allclose(played[0], 1 / 6, rtol=1e-5)
+  expected = losses.sum(axis=0).max() - (played * losses).sum()
+  assert rows[-1]['game']['regret'] == pytest.approx(expected, rel=1e-3)
+  for row in rows:
+    assert 0 <= row['natural_accuracy'] <= 1
+    assert set(row['validation_accuracy']) == set(SIX)
+  changes = {'threats.only': ('dct_linf',), 'train.T': 2}
+  config = tiny(**{'train.check_examples': 8} | changes)
+  run(config, tmp_path / 'checked')
+  (last,) = rows_of(tmp_path / 'checked', 'outer')[-1]['possible_loss'].items()
+  assert last[0] == 'dct_linf'
+
+
+def test_a_finished_run_can_be_extended_where_nothing_depends_on_its_length(
+  tmp_path,
+):
+  changes = {'train.ramp': 0.0, 'eval.others': ()}
+  run(tiny(**{'train.T': 2} | changes), tmp_path / 'run')
+  run(tiny(**{'train.T': 3} | changes), tmp_path / 'run')
+  run(tiny(**{'train.T': 3} | changes), tmp_path / 'whole')
+  assert_same_state(tmp_path / 'run', tmp_path / 'whole')
+  with pytest.raises(UserError, match=r'train\.T: 3 there, 2 here'):
+    run(tiny(**{'train.T': 2} | changes), tmp_path / 'run')
+  with pytest.raises(UserError, match='seed: 0 there, 1 here'):
+    run(tiny(**{'train.T': 4, 'seed': 1} | changes), tmp_path / 'run')
+
+
+def test_a_workdir_is_locked_while_a_run_is_in_it(tmp_path):
+  with (
+    files.locked(tmp_path / 'run'),
+    pytest.raises(UserError, match=str(os.getpid())),
+  ):
+    run(tiny(), tmp_path / 'run')
 
 
 def test_the_ensemble_of_all_outer_steps(tmp_path):
@@ -539,7 +622,7 @@ def test_a_damaged_checkpoint_is_made_again(undisturbed, tmp_path):
   os.truncate(max(files, key=lambda path: path.stat().st_size), 10)
   _, told = run(tiny(), workdir)
   assert any('checkpoints/2 cannot be read' in text for text in told)
-  assert any('Going on from step 6' in text for text in told)
+  assert any('Resuming from step 6' in text for text in told)
   assert_same_state(workdir, expected)
 
 
@@ -587,8 +670,14 @@ def test_a_workdir_that_cannot_be_written(tmp_path):
     (['--config=configs/nope.py'], 'configs/nope.py'),
     (['--config=configs/mnist.py:relased'], "Did you mean 'released'"),
     (['--config.train.h=99'], 'train.h = 99 is more than train.T'),
-    (['--config.threats.eps_linf', '0/255'], 'threats.eps_linf = 0.0'),
-    (['--config.threats.eps_l2=1/0'], '--config.threats.eps_l2=1/0'),
+    (
+      ['--config.threats.dct_l1.eps', '0/255'],
+      'threats.dct_l1.eps = 0.0',
+    ),
+    (
+      ['--config.threats.dct_l2.eps=1/0'],
+      '--config.threats.dct_l2.eps=1/0',
+    ),
     (['--mode=eval'], 'config.json'),
     (['more'], 'Unknown arguments: more'),
   ],

@@ -8,8 +8,9 @@ import numpy as np
 import optax
 import pytest
 
-from mwrobust import attacks, policies, state, steps
-from mwrobust import data as data_lib
+from mwrobust import attacks, data
+from mwrobust.training import policies, state, steps
+from mwrobust.training.adversaries import make_adversary
 
 KEY = jax.random.key(0)
 RNG = np.random.default_rng(0)
@@ -42,16 +43,15 @@ class Network(nn.Module):
     return nn.Dense(3)(x.reshape(len(x), -1))
 
 
-def make(**changes):
-  policy = policies.uniform(6)
+def make(adversary='one', policy=None, **changes):
+  policy = policy or policies.uniform(6)
   first = state.create(KEY, Network(), (8, 8, 1), optax.sgd(0.1), policy)
   options = {
     'model': Network(),
-    'pairs': PAIRS,
+    'adversary': make_adversary(adversary, PAIRS),
+    'policy': policy,
     'key': KEY,
     'radius_scale': lambda step: 1.0,
-    'augment': False,
-    'attacked': True,
   }
   return first, steps.make_train_step(**(options | changes))
 
@@ -72,7 +72,7 @@ def test_the_step_is_the_attack_then_sgd_on_what_came_out():
   for index in (0, 5):
     now, train_step = make()
     copy = jax.tree.map(jnp.copy, now)
-    key, _ = jax.random.split(jax.random.fold_in(KEY, 0))
+    key, *_ = jax.random.split(jax.random.fold_in(KEY, 0), 3)
     images = BATCH.images.astype(np.float32) / 255
 
     def infer(images, copy=copy):
@@ -115,7 +115,7 @@ def test_radii_follow_the_scale():
       float(train_step(jax.tree.map(jnp.copy, now), np.int32(i), BATCH)[1])
       for i in range(6)
     ]
-  now, natural = make(attacked=False)
+  now, natural = make('none')
   _, unattacked = natural(now, np.int32(0), BATCH)
   np.testing.assert_allclose(losses[0.0], unattacked, rtol=1e-5)
   assert (np.array(losses[0.5]) > np.array(losses[0.0])).all()
@@ -123,13 +123,13 @@ def test_radii_follow_the_scale():
 
 
 def test_augmentation_is_that_of_the_data_set():
-  now, train_step = make(augment=True, attacked=False)
-  _, augment_key = jax.random.split(jax.random.fold_in(KEY, 0))
-  images = data_lib.augment(
+  now, train_step = make('none', augment=True)
+  _, augment_key, _ = jax.random.split(jax.random.fold_in(KEY, 0), 3)
+  images = data.augment(
     augment_key, BATCH.images.astype(np.float32) / 255, BATCH.ids
   )
   bytes_ = np.round(np.asarray(images) * 255).astype(np.uint8)
-  _, expected = make(attacked=False)[1](
+  _, expected = make('none')[1](
     jax.tree.map(jnp.copy, now), np.int32(0), BATCH._replace(images=bytes_)
   )
   _, loss = train_step(now, np.int32(0), BATCH)
@@ -145,12 +145,69 @@ def test_validation_measures_the_loss_under_each_threat():
   images = BATCH.images.astype(np.float32) / 255
   loss = optax.softmax_cross_entropy_with_integer_labels
   for index, pair in enumerate(PAIRS):
-    losses = validation_step(variables, jnp.int32(index), BATCH, 1.0)
+    losses, correct = validation_step(variables, jnp.int32(index), BATCH, 1.0)
     attack = jax.jit(functools.partial(attacks.make_attack(*pair), logits_fn))
     attacked = attack(KEY, images, BATCH.labels, BATCH.ids)
     expected = loss(logits_fn(attacked), BATCH.labels)
     np.testing.assert_allclose(losses, expected, rtol=1e-4)
+    seen = logits_fn(attacked).argmax(axis=1)
+    assert (correct == (seen == BATCH.labels)).all()
     assert losses.mean() > loss(logits_fn(images), BATCH.labels).mean()
+
+
+def test_the_policy_sees_every_mini_batch():
+  policy = policies.ucb(6)
+  now, train_step = make(policy=policy)
+  first = jax.tree.map(np.asarray, now.policy)
+  now, loss = train_step(now, np.int32(2), BATCH)
+  expected = policy.observe(first, 2, loss, jnp.float32(0))
+  jax.tree.map(np.testing.assert_allclose, now.policy, expected)
+
+
+def test_all_threats_at_once():
+  one, avg = make(), make('avg')
+  losses = [
+    float(one[1](jax.tree.map(jnp.copy, one[0]), np.int32(i), BATCH)[1])
+    for i in range(6)
+  ]
+  _, mean = avg[1](avg[0], np.int32(0), BATCH)
+  # BatchNorm sees all copies at once, so they are alike, not the same.
+  assert float(mean) == pytest.approx(np.mean(losses), rel=0.2)
+
+
+def test_half_precision_is_for_the_network_only():
+  now, train_step = make(precision='bfloat16')
+  exact_now, exact_step = make()
+  now, loss = train_step(now, np.int32(0), BATCH)
+  _, exact = exact_step(exact_now, np.int32(0), BATCH)
+  assert float(loss) == pytest.approx(float(exact), rel=0.05)
+  assert float(loss) != float(exact)
+  for leaf in jax.tree.leaves(now.params):
+    assert leaf.dtype == jnp.float32
+
+
+class WithDropout(nn.Module):
+  @nn.compact
+  def __call__(self, images, train):
+    x = images.reshape(len(images), -1)
+    return nn.Dense(3)(nn.Dropout(0.5, deterministic=not train)(x))
+
+
+def test_dropout_works():
+  policy = policies.uniform(6)
+  first = state.create(KEY, WithDropout(), (8, 8, 1), optax.sgd(0.1), policy)
+  step = steps.make_train_step(
+    model=WithDropout(),
+    adversary=make_adversary('none', PAIRS),
+    policy=policy,
+    key=KEY,
+    radius_scale=lambda step: 1.0,
+  )
+  losses = []
+  for number in range(2):
+    now = jax.tree.map(jnp.copy, first).replace(step=jnp.int32(number))
+    losses.append(float(step(now, np.int32(0), BATCH)[1]))
+  assert losses[0] != losses[1]
 
 
 def optimizer_config(**changes):
@@ -162,6 +219,7 @@ def optimizer_config(**changes):
       'drops': (2, 3),
       'momentum': 0.9,
       'l2': 0.0,
+      'weight_decay': 0.01,
     }
     | changes
   )
@@ -180,6 +238,17 @@ def test_one_cycle_rises_and_falls():
   assert max(rates) == pytest.approx(0.1, rel=1e-3)
   assert rates[0] < 0.05
   assert rates[-1] < 0.001
+
+
+def test_cosine_falls_to_zero_and_adamw_decays():
+  config = optimizer_config(schedule='cosine', name='adamw')
+  optimizer, rate = state.make_optimizer(config, 10, 100)
+  rates = [float(rate(step)) for step in (0, 50, 100)]
+  np.testing.assert_allclose(rates, [0.1, 0.05, 0.0], atol=1e-6)
+  params = {'dense': jnp.ones((2, 2))}
+  zero = jax.tree.map(jnp.zeros_like, params)
+  updates, _ = optimizer.update(zero, optimizer.init(params), params)
+  np.testing.assert_allclose(updates['dense'], -0.1 * 0.01, rtol=1e-5)
 
 
 def test_l2_is_keras_l2_on_convolution_kernels_only():

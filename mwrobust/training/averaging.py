@@ -5,7 +5,7 @@ The Theorem's output is the ensemble of the outputs; the mean of the parameters
 costs one network instead of h:
 
 >>> import jax.numpy as jnp
->>> from mwrobust import averaging
+>>> from mwrobust.training import averaging
 >>> average = averaging.average([{'w': jnp.ones(2)}, {'w': 3 * jnp.ones(2)}])
 >>> average['w'].tolist()
 [2.0, 2.0]
