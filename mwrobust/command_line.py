@@ -120,8 +120,8 @@ def number(text: str, field: str) -> float:
 def without_fractions(argv: list[str]) -> list[str]:
   """Writes the fractions of `--config` fields that are numbers as decimals.
 
-  >>> without_fractions(['--config.threats.eps_linf=51/255', '--workdir=1/2'])
-  ['--config.threats.eps_linf=0.2', '--workdir=1/2']
+  >>> without_fractions(['--config.threats.dct_l1.eps=51/255', '--workdir=1/2'])
+  ['--config.threats.dct_l1.eps=0.2', '--workdir=1/2']
   """
   fields = config_lib.flatten(config_lib.base())
   numbers = {

@@ -308,6 +308,8 @@ def to_share(config: ConfigDict) -> dict[str, Any]:
   """Returns the fields as JSON has them, without machine-specific paths."""
   fields = json.loads(config.to_json())
   fields['data']['dir'] = ''
+  if os.path.isabs(fields['data']['name']):
+    fields['data']['name'] = os.path.basename(fields['data']['name'])
   return fields
 
 
@@ -472,6 +474,12 @@ def validate(config: ConfigDict) -> None:
   check_choice('algorithm', config.algorithm, ('scalable', 'ensemble'))
   check_choice('data.validation', config.data.validation, ('seed', 'last'))
   check_choice('method', config.method, METHODS)
+  for option in ('num_classes', 'mean', 'std', 'name'):
+    if option in config.model.options:
+      raise UserError(
+        f'model.options.{option} = {config.model.options[option]!r} is not '
+        'allowed: it follows from the data and model.name.'
+      )
   models.create(  # Only to have its name and the names of its options checked.
     config.model.name,
     num_classes=10,

@@ -14,10 +14,10 @@ class UserError(ValueError):
 def check_choice(field: str, value: str, choices: Iterable[str]) -> None:
   """Raises a UserError with a near miss if the value is not a choice.
 
-  >>> check_choice('policy.name', 'gredy', ['greedy', 'single'])
+  >>> check_choice('method', 'gredy', ['greedy', 'single'])
   Traceback (most recent call last):
   ...
-  mwrobust.errors.UserError: policy.name = 'gredy' does not exist. Did you mean
+  mwrobust.errors.UserError: method = 'gredy' does not exist. Did you mean
   'greedy'? Choose one of: greedy, single.
   """
   choices = list(choices)

@@ -1,8 +1,9 @@
-"""Trains one network to stand up to many attacks, and measures it.
+r"""Trains one network to withstand many attacks, and measures it.
 
   python -m mwrobust.main
   python -m mwrobust.main --config=configs/mnist.py:cnn --config.data.dir=DIR
-  python -m mwrobust.main --mode=eval --workdir=RUN --config.threats.eps_l2=2
+  python -m mwrobust.main --mode=eval --workdir=RUN \
+    --config.threats.dct_l2.eps=2
   python -m mwrobust.main --mode=export --workdir=RUN
 
 Intentionally short: the flags, and one call.

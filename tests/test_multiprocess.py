@@ -17,18 +17,20 @@ import pytest
 from tiny_run import tiny
 
 from launch import local
-from mwrobust import checkpoints
 from mwrobust.errors import UserError
 from mwrobust.evaluation import Outcomes
+from mwrobust.training import checkpoints
 from mwrobust.training.setup import check_training, prepare
 from mwrobust.runtime import devices
 
 ROOT = pathlib.Path(__file__).parent.parent
 CHANGES = {  # 24 steps, and a network good enough to stand now and then.
   'data.train_examples': 160,
-  'threats.eps_linf': 0.02,
-  'threats.eps_l2': 0.2,
-  'threats.eps_l1': 1.0,
+  **{
+    f'threats.{space}_{norm}.eps': eps
+    for space in ('pixel', 'dct')
+    for norm, eps in (('linf', 0.02), ('l2', 0.2), ('l1', 1.0))
+  },
   'optimizer.learning_rate': 0.02,
   'optimizer.drops': (99,),
   'train.h': 1,
@@ -44,7 +46,8 @@ sys.path[:0] = [root, root + '/tests']
 import conftest
 from tiny_run import tiny
 from test_multiprocess import CHANGES
-from mwrobust import command_line, main, train
+from mwrobust import command_line, main
+from mwrobust.training import loop as train
 
 plan = workdir.parent / 'kill'
 me = int(next(a for a in sys.argv if '--process_id' in a).split('=')[1])
@@ -112,7 +115,7 @@ os.environ['XLA_FLAGS'] = os.environ['XLA_FLAGS'].replace('count=2', 'count=4')
 import jax
 from tiny_run import tiny
 from test_multiprocess import CHANGES
-from mwrobust import train
+from mwrobust.training import loop as train
 from mwrobust.runtime import devices
 
 assert jax.device_count() == 4
