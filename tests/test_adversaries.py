@@ -186,18 +186,24 @@ def test_msd_with_one_threat_reaches_its_optimum(threat, images):
 
 @pytest.mark.parametrize('images', [IMAGES, BINARY], ids=['grey', 'binary'])
 @pytest.mark.parametrize(
-  ('radii', 'leader'),
-  [((0.3, 1.0, 2.0), 0), ((0.05, 1.5, 2.0), 1), ((0.05, 0.5, 6.0), 2)],
+  ('radii', 'leaders'),
+  [
+    ((0.3, 1.0, 2.0), {0}),
+    ((0.05, 1.5, 2.0), {1}),
+    ((0.05, 0.5, 6.0), {2}),
+    # With steps of 2.5 eps / steps it would reach 0.78 of this one.
+    ((0.1, 1.0, 6.0), {1, 2}),
+  ],
 )
 def test_msd_reaches_the_largest_optimum_of_several_threats(
-  radii, leader, images
+  radii, leaders, images
 ):
   threats = attacks.six_threats(*radii)[:3]
   found = climb([(threat, attacks.pgd(20)) for threat in threats], images)
   optima = np.array(
     [[best_in_pixels(x, t.norm, t.eps) for x in images] for t in threats]
   )
-  assert (optima.argmax(axis=0) == leader).all()
+  assert set(optima.argmax(axis=0)) <= leaders
   gain, optimum = gains(found, images), optima.max(axis=0)
   assert (gain >= 0.98 * optimum).all()
   assert (gain <= 1.0001 * optimum).all()
@@ -270,7 +276,7 @@ def test_msd_stays_in_the_union_of_the_sets(clip):
     assert len(set(shares.argmin(axis=0))) > 1  # Of more than one threat.
 
 
-def test_msd_is_no_worse_than_the_worst_attack_on_a_network(trained, digits):
+def test_msd_is_stronger_than_the_worst_attack_on_a_network(trained, digits):
   (images, labels), _ = digits
   images, labels = images[:6], labels[:6]
   threats = attacks.six_threats(0.1, 1.0, 5.0)
@@ -282,7 +288,7 @@ def test_msd_is_no_worse_than_the_worst_attack_on_a_network(trained, digits):
     for kind in ('none', 'max', 'msd')
   }
   assert loss['none'] < 0.5
-  assert loss['msd'] > 0.9 * loss['max']
+  assert loss['msd'] > loss['max']
 
 
 def test_msd_takes_the_step_size_of_an_attack():
