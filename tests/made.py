@@ -1,6 +1,8 @@
 """Outcomes and runs made by hand, for reports: nothing is trained."""
 
+import functools
 import json
+import operator
 import re
 import shutil
 
@@ -99,13 +101,11 @@ def make_run(workdir, evaluations=(), outer_steps=3, **fields):
     evaluations: its `Outcomes`; by default of three networks, two protocols
       each, and a curve.
     outer_steps: how many of them its metrics have.
-    **fields: of the config, `{'policy.name': 'greedy'}`.
+    **fields: of the config, `{'method': 'greedy'}`.
   """
   config = config_lib.preset('paper', 'mnist')
   config.train.T, config.train.h = 3, 2
-  for field, value in fields.items():
-    group, _, name = field.rpartition('.')
-    (config[group] if group else config)[name] = value
+  set_fields(config, fields)
   workdir.mkdir(parents=True)
   (workdir / 'config.json').write_text(config.to_json())
   for i, outcomes in enumerate(evaluations or run_evaluations(config.seed)):
@@ -125,8 +125,22 @@ def make_run(workdir, evaluations=(), outer_steps=3, **fields):
         'kind': 'outer',
         'step': 10 * t,
         'outer_step': t,
+        'natural_accuracy': 0.5 + t / 10,
         'weight': {name: 1 / 6 + i * t / 100 for i, name in enumerate(SIX)},
         'validation_loss': {name: 2 / t + i for i, name in enumerate(SIX)},
+        'validation_accuracy': {
+          name: (t + i) / 20 for i, name in enumerate(SIX)
+        },
+        'played': dict.fromkeys(SIX, 1 / 6),
+        'probed_loss': {name: 1.0 + i for i, name in enumerate(SIX)},
+        'possible_loss': {name: 1.25 + i for i, name in enumerate(SIX)},
+        'game': {
+          'mixture': 2 / t,
+          'worst': 3 / t,
+          'mean_mixture': 2 - t / 4,
+          'mean_worst': 3 - t / 4,
+          'regret': float(t),
+        },
         'gradient_evaluations': 12_345 * t,
         'seconds': 60.0 * t,
       }
@@ -134,6 +148,13 @@ def make_run(workdir, evaluations=(), outer_steps=3, **fields):
   lines = [json.dumps(row) + '\n' for row in rows]
   (workdir / 'metrics.jsonl').write_text(''.join(lines))
   return workdir
+
+
+def set_fields(config, fields):
+  """Sets `{'threats.dct_l1.eps': 2.0}` in a config, or in its JSON."""
+  for field, value in fields.items():
+    *groups, name = field.split('.')
+    functools.reduce(operator.getitem, groups, config)[name] = value
 
 
 def about(network='h=2 average', step=3):
@@ -178,13 +199,11 @@ def copy_run(source, target, alter=None, **fields):
     source: its workdir.
     target: that of the copy.
     alter: changes each of its `Outcomes`.
-    **fields: of the config, `{'policy.name': 'greedy'}`.
+    **fields: of the config, `{'method': 'greedy'}`.
   """
   shutil.copytree(source, target)
   config = json.loads((target / 'config.json').read_text())
-  for field, value in fields.items():
-    group, _, name = field.rpartition('.')
-    (config[group] if group else config)[name] = value
+  set_fields(config, fields)
   (target / 'config.json').write_text(json.dumps(config))
   if alter:
     for path in (target / 'eval').glob('*/outcomes.npz'):

@@ -1,5 +1,11 @@
 import pytest
-from made import about, make_outcomes, make_run, run_evaluations
+from made import (
+  about,
+  make_outcomes,
+  make_run,
+  run_evaluations,
+  set_fields,
+)
 
 from mwrobust import attacks, reporting
 from mwrobust import config as config_lib
@@ -11,17 +17,17 @@ def test_a_run_of_the_paper_is_one(data, tmp_path):
   config = config_lib.preset('paper', data)
   outcomes = make_outcomes(config_lib.make_threats(config), **about())
   fields = {
-    f'threats.eps_{norm}': config.threats[f'eps_{norm}']
-    for norm in ('linf', 'l2', 'l1')
+    f'threats.{threat.name}.eps': threat.eps
+    for threat in config_lib.make_threats(config)
   }
-  free = {'seed': 3, 'data.dir': '/data', 'policy.name': 'greedy'}
+  free = {'seed': 3, 'data.dir': '/data', 'method': 'greedy'}
   workdir = make_run(
     tmp_path / 'run', [outcomes], **fields | free | {'data.name': data}
   )
   run = reporting.load(workdir)
   assert accuracies.unlike_the_paper(run) == ''
   config.seed, config.data.dir, config.train.log_every = 3, '/data', 7
-  config.policy.name, config.eval.examples = 'greedy', 100
+  config.method, config.eval.examples = 'greedy', 100
   assert accuracies.other_fields(config) == ''
 
 
@@ -57,12 +63,16 @@ def test_other_threats_are_not_the_papers(threats, tmp_path):
 
 @pytest.mark.parametrize(
   ('field', 'value'),
-  [('train.T', 3), ('train.pgd_steps', 2), ('optimizer.name', 'adam')],
+  [
+    ('train.T', 3),
+    ('attack.steps', 2),
+    ('threats.dct_l1.attack.steps', 10),
+    ('optimizer.name', 'adam'),
+  ],
 )
 def test_what_else_differs_is_said(field, value):
   config = config_lib.preset('paper', 'mnist')
-  group, name = field.split('.')
-  config[group][name] = value
+  set_fields(config, {field: value})
   assert f'{field} {value} (paper: ' in accuracies.other_fields(config)
 
 

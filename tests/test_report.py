@@ -343,10 +343,15 @@ def test_the_training_is_that_of_the_metrics(reported_run):
   workdir, markdown, _ = reported_run
   last, cost = tables_of(section(markdown, 'Training'))
   row = json.loads((workdir / 'metrics.jsonl').read_text().splitlines()[-1])
-  assert {name: list(cells.values())[1:] for name, cells in last.items()} == {
-    name: [f'{row["weight"][name]:.3f}', f'{row["validation_loss"][name]:.3f}']
-    for name in SIX
-  }
+  losses = ('weight', 'validation_loss', 'probed_loss', 'possible_loss')
+  natural = last.pop('natural')
+  assert natural['accuracy, %'] == f'{100 * row["natural_accuracy"]:.1f}'
+  for name, cells in last.items():
+    accuracy = cells.pop('accuracy, %')
+    assert accuracy == f'{100 * row["validation_accuracy"][name]:.1f}'
+    found = list(cells.values())
+    assert found == [name, *(f'{row[field][name]:.3f}' for field in losses)]
+  assert list(last) == list(SIX)
   (cells,) = cost.values()
   assert list(cells.values())[:3] == [
     *('Mult. weights, seed 0', '37,035', '3:00')
@@ -357,6 +362,73 @@ def test_the_training_is_that_of_the_metrics(reported_run):
   assert cells['evaluation, gradients'] == f'{spent:,}'
   page = (workdir / 'report.html').read_text()
   assert 'Which threat was trained when' in page
+
+
+def change_rows(workdir, **fields):
+  """Sets fields of all rows of the metrics."""
+  path = workdir / 'metrics.jsonl'
+  rows = [json.loads(line) for line in path.read_text().splitlines()]
+  for row in rows:
+    row.update(fields)
+  path.write_text(''.join(json.dumps(row) + '\n' for row in rows))
+
+
+def said_about_training(workdir):
+  reporting.write_run(reporting.load(workdir), workdir, ignore)
+  return words_of(section((workdir / 'report.md').read_text(), 'Training'))
+
+
+def test_both_sides_of_the_game_are_shown(reported_run):
+  """Each is a line on the page; the last of them are said."""
+  workdir, markdown, _ = reported_run
+  page = (workdir / 'report.html').read_text()
+  _, _, sides = page.partition('<h3>Both sides of the game</h3>')
+  sides, _, regret = sides.partition('<h3>Regret</h3>')
+  rows = reporting.load(workdir).outer
+  for chart, title, field in (
+    (sides, 'mixture', 'mean_mixture'),
+    (sides, 'worst threat', 'mean_worst'),
+    (regret, 'regret', 'regret'),
+  ):
+    found = re.findall(rf'<title>{title}\nouter step (\d+): ([\d.]+)<', chart)
+    assert [(int(t), float(y)) for t, y in found] == [
+      (row['outer_step'], row['game'][field]) for row in rows
+    ]
+  text = words_of(section(markdown, 'Training'))
+  assert 'The regret is 3.000' in text
+  assert '2.250 and 1.250, times 3 outer steps' in text
+
+
+@pytest.mark.parametrize(
+  ('probed', 'possible', 'is_fooled'),
+  [
+    (1.0, 1.51, True),
+    (1.0, 1.49, False),
+    (0.01, 0.1, False),  # Both next to nothing.
+    (0.01, 0.12, True),
+    (2.0, 1.0, False),
+  ],
+)
+def test_a_training_attack_that_is_fooled_is_said_to_be(
+  probed, possible, is_fooled, tmp_path
+):
+  workdir = make_run(tmp_path / 'run')
+  same = dict.fromkeys(SIX, 1.0)
+  change_rows(
+    workdir,
+    probed_loss=same | {'dct_l2': probed},
+    possible_loss=same | {'dct_l2': possible},
+  )
+  text = said_about_training(workdir)
+  assert ('was being fooled under dct_l2: APGD' in text) == is_fooled
+  assert ('was not being fooled' in text) == (not is_fooled)
+
+
+def test_a_training_attack_that_was_not_checked(tmp_path):
+  workdir = make_run(tmp_path / 'run', **{'train.check_examples': 0})
+  text = said_about_training(workdir)
+  assert 'being fooled was not checked' in text
+  assert 'APGD' not in text
 
 
 def test_all_networks_have_a_table_per_protocol(reported_run):
@@ -389,7 +461,7 @@ def test_other_data_are_not_compared(tmp_path):
 
 
 def test_training_without_attacks(tmp_path):
-  run = make_run(tmp_path / 'run', **{'policy.name': 'natural'})
+  run = make_run(tmp_path / 'run', **{'method': 'natural'})
   lines = (run / 'metrics.jsonl').read_text().splitlines()
   rows = [json.loads(line) for line in lines]
   for row in rows:
@@ -496,7 +568,7 @@ def merged(tmp_path_factory):
         folder / f'{name}-{seed}',
         **{
           'seed': seed,
-          'policy.name': name,
+          'method': name,
           'policy.threat': threat or 'pixel_linf',
         },
       )
@@ -624,7 +696,7 @@ def test_attacks_that_changed_are_named(tmp_path):
 
 
 def test_methods_may_differ_in_their_policy_only(tmp_path):
-  greedy = {'policy.name': 'greedy', 'policy.eta': 0.3}
+  greedy = {'method': 'greedy', 'policy.eta': 0.3}
   found = [
     make_run(tmp_path / 'a'),
     make_run(tmp_path / 'b', **greedy),
@@ -713,7 +785,7 @@ def test_reports_need_no_flax():
 
 def test_the_writer_does_not_import_the_reader():
   program = (
-    'import sys, mwrobust.evaluation, mwrobust.run_evaluation\n'
+    'import sys, mwrobust.evaluation, mwrobust.training.evaluation\n'
     'print(*(n for n in sys.modules if n.startswith("mwrobust.reporting")))'
   )
   result = subprocess.run(

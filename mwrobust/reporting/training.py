@@ -1,12 +1,15 @@
 """The parts of a report that are made from the metrics of training runs."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from mwrobust.reporting import page
 from mwrobust.reporting.accuracies import method_title
 from mwrobust.reporting.document import Part, picture, table, text
 from mwrobust.reporting.runs import Run
 from mwrobust.runtime.progress import format_duration
+
+# As training warns.
+FOOLED = 1.5
 
 
 def seeds_part(merged: Sequence[Run]) -> Part:
@@ -22,37 +25,88 @@ def seeds_part(merged: Sequence[Run]) -> Part:
 
 
 def training_parts(run: Run) -> list[Part]:
-  """Returns weights and losses over the outer steps, and what was trained."""
+  """Returns weights, losses and the game over the outer steps, and the end."""
   if not run.outer:
     return [text('There are no metrics.')]
   names = list(run.outer[0]['weight'])
 
-  def chart(field: str, y_label: str) -> str:
+  def chart(field: str, shown: Mapping[str, str], y_label: str) -> str:
+    """Charts entries of a field of the rows, under the names to show."""
     series = {
-      name: [(row['outer_step'], row[field][name]) for row in run.outer]
-      for name in names
+      title: [(row['outer_step'], row[field][name]) for row in run.outer]
+      for name, title in shown.items()
     }
     return page.line_chart(series, 'outer step', y_label)
 
-  last = run.outer[-1]
-  rows = [
-    [
-      name,
-      f'{last["weight"][name]:.3f}',
-      f'{last["validation_loss"][name]:.3f}',
-    ]
-    for name in names
-  ]
+  threats = dict(zip(names, names, strict=True))
+  sides = {'mean_mixture': 'mixture', 'mean_worst': 'worst threat'}
   parts = [
-    picture(chart('weight', 'share'), 'Weights'),
-    picture(chart('validation_loss', 'loss'), 'Validation losses'),
-    table(['threat', 'last weight', 'last validation loss'], rows),
+    picture(chart('weight', threats, 'share'), 'Weights'),
+    picture(chart('validation_loss', threats, 'loss'), 'Validation losses'),
+    picture(chart('game', sides, 'mean loss so far'), 'Both sides of the game'),
+    picture(chart('game', {'regret': 'regret'}, 'loss'), 'Regret'),
+    *_last_step_parts(run, names),
   ]
   chosen = _choices(run, names)
   if any(sum(counts.values()) for counts in chosen.values()):
     shares = page.stacked_shares(list(chosen.items()), 'outer step')
     parts.append(picture(shares, 'Which threat was trained when'))
   return parts
+
+
+def _last_step_parts(run: Run, names: Sequence[str]) -> list[Part]:
+  """Returns what the last validation said, and whether to believe it."""
+  last, checked = run.outer[-1], run.config.train.check_examples
+  probed, possible = last['probed_loss'], last['possible_loss']
+  header = ['threat', 'weight', 'loss', 'accuracy, %']
+  rows = [
+    [
+      name,
+      f'{last["weight"][name]:.3f}',
+      f'{last["validation_loss"][name]:.3f}',
+      f'{100 * last["validation_accuracy"][name]:.1f}',
+    ]
+    for name in names
+  ]
+  rows.append(['natural', '-', '-', f'{100 * last["natural_accuracy"]:.1f}'])
+  caption = 'On the validation images, after the last outer step.'
+  if checked:
+    header += ['checked, loss', 'APGD, loss']
+    for row, name in zip(rows, names, strict=False):
+      row += [f'{probed[name]:.3f}', f'{possible[name]:.3f}']
+    rows[-1] += ['-', '-']
+    caption += (
+      ' The training attack is checked against a longer APGD, both on the '
+      f'first {checked} of them.'
+    )
+  game = last['game']
+  words = (
+    f'The regret is {game["regret"]:.3f}: the gap between the sides of the '
+    f'game, {game["mean_worst"]:.3f} and {game["mean_mixture"]:.3f}, times '
+    f'{last["outer_step"]} outer steps.'
+  )
+  fooled = [name for name in names if is_fooled(probed[name], possible[name])]
+  if not checked:
+    words += ' Whether the training attack was being fooled was not checked.'
+  elif fooled:
+    words += (
+      f' The training attack was being fooled under {", ".join(fooled)}: APGD '
+      f'finds more than {FOOLED:g} times its loss.'
+    )
+  else:
+    words += (
+      ' The training attack was not being fooled: under no threat does APGD '
+      f'find more than {FOOLED:g} times its loss.'
+    )
+  return [table(header, rows, caption), text(words)]
+
+
+def is_fooled(probed: float, possible: float) -> bool:
+  """Says whether APGD's loss makes that of the training attack look too low.
+
+  Losses that are both next to 0 do not.
+  """
+  return possible > max(FOOLED * probed, probed + 0.1)
 
 
 def _choices(run: Run, names: Sequence[str]) -> dict[str, dict[str, int]]:
