@@ -128,15 +128,20 @@ def worst(pairs: Pairs) -> Adversary:
   Tramer & Boneh, "Adversarial Training and Robustness for Multiple
   Perturbations" (2019).
   """
-  attack_all = _make_attack_all(pairs)
-  k = len(pairs)
+  switch, k = attacks.make_switch(pairs), len(pairs)
 
   def perturb(logits_fn, index, key, images, labels, ids, scale):
     del index
-    found = attack_all(logits_fn, key, images, labels, ids, scale)
-    loss = _loss(logits_fn, _flatten(found), jnp.tile(labels, k))
-    best = _take_highest(found, loss.reshape(k, -1))[0]
-    return Perturbed(lax.stop_gradient(best), labels)
+    batch = check_batch(images, labels, ids, scale)
+    loss_fn = _make_loss(logits_fn, *batch[:2])
+
+    def attack(index):
+      found = switch(logits_fn, index, key, *batch)
+      return found, loss_fn(found)
+
+    # One after the other: attacks with the same rule share a compiled gradient.
+    found, _ = _take_highest(*lax.map(attack, jnp.arange(k)))
+    return Perturbed(lax.stop_gradient(found), labels)
 
   return Adversary(perturb, np.full(k, _costs(pairs).sum() + k * _FORWARD))
 
@@ -147,13 +152,16 @@ def every(pairs: Pairs) -> Adversary:
   Tramer & Boneh, "Adversarial Training and Robustness for Multiple
   Perturbations" (2019).
   """
-  attack_all = _make_attack_all(pairs)
-  k = len(pairs)
+  switch, k = attacks.make_switch(pairs), len(pairs)
 
   def perturb(logits_fn, index, key, images, labels, ids, scale):
     del index
-    found = attack_all(logits_fn, key, images, labels, ids, scale)
-    return Perturbed(_flatten(jnp.swapaxes(found, 0, 1)), jnp.repeat(labels, k))
+    attack = lambda index: switch(  # noqa: E731
+      logits_fn, index, key, images, labels, ids, scale
+    )
+    found = jnp.swapaxes(lax.map(attack, jnp.arange(k)), 0, 1)
+    by_example = found.reshape(-1, *found.shape[2:])
+    return Perturbed(by_example, jnp.repeat(labels, k))
 
   return Adversary(perturb, np.full(k, _costs(pairs).sum()), copies=k)
 
@@ -224,23 +232,18 @@ def steepest(pairs: Pairs) -> Adversary:
       for pair, problem in zip(pairs, problems, strict=True)
     ]
 
-    def total_loss(images):
-      return jnp.sum(_loss(logits_fn, images, labels))
-
-    def all_losses(images):
-      return _loss(logits_fn, images, jnp.tile(labels, k))
-
-    # Traced once, for one batch and for k of them.
-    gradient_fn = problems[0].constant(jax.grad(total_loss))
-    everywhere = problems[0]._replace(images=jnp.tile(images, (k, 1, 1, 1)))
-    loss_fn = everywhere.constant(all_losses)
+    loss_fn = _make_loss(logits_fn, images, labels)
+    gradient_fn = problems[0].constant(
+      jax.grad(lambda images: jnp.sum(_loss(logits_fn, images, labels)))
+    )
 
     def step(i, now: _Climb) -> _Climb:
       # Only the direction matters: rescaled, nothing under- or overflows.
       gradient = gradient_fn(jnp.clip(now.placed, 0, 1))
       gradient = jax.vmap(norms.rescale)(gradient)
       placed = jnp.stack([fn(i, now.placed, gradient) for fn in step_fns])
-      loss = loss_fn(jnp.clip(_flatten(placed), 0, 1)).reshape(k, -1)
+      # One forward pass after the other: k at once are slower on a CPU.
+      loss = lax.map(loss_fn, jnp.clip(placed, 0, 1))
       placed, loss = _take_highest(placed, loss)
       is_best = (loss > now.loss)[:, None, None, None]
       best = jnp.where(is_best, jnp.clip(placed, 0, 1), now.best)
@@ -302,25 +305,18 @@ def _make_step(
 # ---------------------------------------------------------- what they share
 
 
-def _make_attack_all(pairs: Pairs) -> Callable[..., Array]:
-  """Makes a function that returns the images of all k attacks, [k, B, ...].
-
-  The attacks run one after the other: those with the same rule share a compiled
-  gradient, as behind the index of a policy.
-  """
-  switch = attacks.make_switch(pairs)
-  indices = jnp.arange(len(pairs))
-
-  def attack_all(logits_fn, *batch):
-    return lax.map(lambda index: switch(logits_fn, index, *batch), indices)
-
-  return attack_all
-
-
 def _loss(logits_fn: LogitsFn, images: Array, labels: Array) -> Array:
   """Returns the cross entropy of each example, infinite where it is NaN."""
   loss = losses.cross_entropy(check_logits(logits_fn(images), labels), labels)
   return jnp.where(jnp.isnan(loss), jnp.inf, loss)
+
+
+def _make_loss(
+  logits_fn: LogitsFn, images: Array, labels: Array
+) -> Callable[[Array], Array]:
+  """Makes `loss_fn(images)`, fast inside loops, for images of this shape."""
+  problem = Problem(logits_fn, images, labels, *[None] * 5)
+  return problem.constant(lambda images: _loss(logits_fn, images, labels))
 
 
 def _take_highest(images: Array, loss: Array) -> tuple[Array, Array]:
@@ -331,11 +327,6 @@ def _take_highest(images: Array, loss: Array) -> tuple[Array, Array]:
     jnp.take_along_axis(images, place, axis=0)[0],
     jnp.take_along_axis(loss, highest, axis=0)[0],
   )
-
-
-def _flatten(images: Array) -> Array:
-  """Returns images [m, n, ...] as [m * n, ...]."""
-  return images.reshape(-1, *images.shape[2:])
 
 
 def _costs(pairs: Pairs) -> np.ndarray:
