@@ -248,15 +248,12 @@ def _status(run: PlannedRun) -> tuple[str, float]:
     for protocol in run.config.eval.protocols
   }
   count = run.config.eval.examples or _outline(run.config).test
-  threats = {
-    threat.name: threat.eps for threat in config_lib.make_threats(run.config)
-  }
   first = loaded.primary.first
   is_done = (
     loaded.outer_step == run.config.train.T
     and wanted <= evaluated
     and len(first.labels) == count
-    and dict(zip(first.threats, first.eps, strict=True)) == threats
+    and runs.threats_of(first) == runs.own_threats(run.config)
     and (loaded.output in loaded.curves or not run.config.eval.curve_examples)
   )
   return 'done' if is_done else 'begun', trained

@@ -8,12 +8,11 @@ import shutil
 
 import numpy as np
 
-from mwrobust import attacks
 from mwrobust import config as config_lib
 from mwrobust.evaluation import Outcomes
 
 SIX = ('pixel_linf', 'pixel_l2', 'pixel_l1', 'dct_linf', 'dct_l2', 'dct_l1')
-THREATS = attacks.six_threats(0.4, 1.0, 5.0)
+THREATS = config_lib.make_threats(config_lib.preset('paper', 'mnist'))
 ATTACKS = {
   'standard': ('apgd-ce', 'apgd-t', 'fab-t', 'square'),
   'fast': ('apgd-ce', 'apgd-t', 'fab-t'),

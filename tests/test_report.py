@@ -516,6 +516,15 @@ def test_without_its_own_threats_a_run_shows_the_others(tmp_path):
   assert len(run.others) == 1
 
 
+@pytest.mark.parametrize(('field', 'value'), [('eps', 2.0), ('clip', 'strict')])
+def test_other_threats_of_the_same_name_are_not_its_own(field, value, tmp_path):
+  other = make_outcomes(count=400, **about())
+  other.settings['threats'][1][field] = value
+  run = reporting.load(make_run(tmp_path / 'run', [*run_evaluations(), other]))
+  assert len(run.primary.first.labels) == 40
+  assert len(run.others) == 1
+
+
 def test_only_the_newest_outer_step_counts(tmp_path):
   old = make_outcomes(count=90, **about(step=2))
   found = [old, make_outcomes(**about('h=1', step=3))]

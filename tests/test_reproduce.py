@@ -26,11 +26,13 @@ from made import (
 )
 from tiny_run import tiny
 
-from mwrobust import config, evaluation, reporting, reproduce, train
+from mwrobust import config, evaluation, reporting, reproduce
 from mwrobust.errors import UserError
-from mwrobust.training.setup import prepare
 from mwrobust.reporting import paper
 from mwrobust.runtime.signals import Stop
+from mwrobust.training import loop
+from mwrobust.training.setup import prepare
+from mwrobust.training.steps import Judged
 
 ROOT = pathlib.Path(__file__).parent.parent
 POLICIES = ('greedy', 'round_robin', 'multiplicative_weights')
@@ -77,11 +79,11 @@ def test_a_plan_has_each_method_with_each_seed(
       if value != config.flatten(shared)[field]
     }
     assert changed <= {
-      *('seed', 'policy.name', 'policy.threat', 'eval.others'),
+      *('seed', 'method', 'policy.threat', 'eval.others'),
       'eval.protocols',
     }
     assert run.config.eval.protocols == ('standard', protocol)
-    assert run.config.policy.name == name
+    assert run.config.method == name
     assert run.config.policy.threat == (threat or 'pixel_linf')
   planned[0].config.train.T = 99
   planned[0].config.model.options.hidden = 99
@@ -134,7 +136,7 @@ def test_a_table_of_some_methods_keeps_their_order(tmp_path):
 
 
 def test_a_threat_that_is_not_there_is_refused_before_anything_runs(tmp_path):
-  pixels = tiny(**{'threats.spaces': ('pixel',)})
+  pixels = tiny(**{'threats.only': ('pixel_linf', 'pixel_l2')})
   with pytest.raises(UserError, match=r"policy.threat = 'dct_linf'"):
     reproduce.plan(reproduce.TABLES['time'], pixels, [0], tmp_path)
 
@@ -179,61 +181,103 @@ def logged(workdir, kind):
 class NoCheckpoints:
   """Where nothing is saved."""
 
+  def __init__(self, workdir, keep):
+    del workdir, keep
+
   def restore(self, like, say):
     del like, say
 
   def save(self, state):
     del state
 
+  def close(self):
+    pass
+
 
 def rehearse(config, workdir):
   """The real loop of training, with steps that do not compute anything."""
-  job = prepare(config)
+  real = prepare(config)
 
   def init():
-    shapes = jax.eval_shape(job.init)
+    shapes = jax.eval_shape(real.init)
     return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
 
   def train_step(state, index, batch):
     return state.replace(step=state.step + 1), jnp.float32(1)
 
-  def validation_step(variables, index, batch, scale):
-    return np.ones(len(batch.labels))
+  def judge(variables, *rest):
+    (labels,) = (each.labels for each in rest if hasattr(each, 'labels'))
+    return Judged(np.ones(len(labels)), np.ones(len(labels), bool))
 
-  train.train(
-    job._replace(
-      init=init, train_step=train_step, validation_step=validation_step
-    ),
-    workdir,
-    NoCheckpoints(),
-    Stop(),
-    ignore,
+  job = real._replace(
+    init=init,
+    train_step=train_step,
+    validation_step=judge,
+    probe_step=judge,
+    natural_step=judge,
   )
+  with pytest.MonkeyPatch.context() as patch:
+    patch.setattr(loop, 'Checkpoints', NoCheckpoints)
+    loop.train(job, workdir, Stop(), ignore)
   return logged(workdir, 'outer')[-1]
+
+
+# l1 takes more steps than the others.
+STEPS = {
+  'attack.steps': 3,
+  'threats.pixel_l1.attack': {'steps': 7},
+  'threats.dct_l1.attack': {'steps': 7},
+}
+REHEARSED = (
+  *('single pixel_linf', 'single dct_l1', 'round_robin', 'greedy', 'natural'),
+  *('max', 'avg', 'msd'),
+)
+
+
+def rehearsal(method, **changes):
+  name, _, threat = method.partition(' ')
+  fields = {'method': name, 'policy.threat': threat or 'pixel_linf'}
+  return tiny(**STEPS | fields | changes)
 
 
 @pytest.fixture(scope='module')
 def rehearsed(tmp_path_factory):
-  """The last row of metrics, by method; SLIDE takes more steps than PGD."""
+  """By method: the config, the last row of metrics, and the workdir."""
   found = {}
-  for method in ('single pixel_linf', 'single dct_l1', 'round_robin', 'greedy'):
+  for method in REHEARSED:
     workdir = tmp_path_factory.mktemp('rehearsed')
-    name, _, threat = method.partition(' ')
-    changes = {'policy.name': name, 'policy.threat': threat or 'pixel_linf'}
-    cost = {'train.pgd_steps': 3, 'train.slide_steps': 7}
-    config = tiny(**changes, **cost)
+    config = rehearsal(method)
     found[method] = config, rehearse(config, workdir), workdir
   return found
 
 
-@pytest.mark.parametrize(
-  'method', ['single pixel_linf', 'single dct_l1', 'round_robin']
-)
+@pytest.mark.parametrize('method', [m for m in REHEARSED if m != 'greedy'])
 def test_the_cost_of_training_is_what_training_counts(rehearsed, method):
   config, last, _ = rehearsed[method]
   training, _ = reproduce.gradient_evaluations(config)
   # For round robin too: 18 mini batches are three for each of six threats.
   assert training == last['gradient_evaluations']
+
+
+def test_methods_of_one_budget_cost_the_same(tmp_path):
+  """Up to a mini batch in each of three outer steps."""
+  budget = 100_000
+  for method in REHEARSED:
+    config = rehearsal(method, **{'train.budget': budget})
+    training, _ = reproduce.gradient_evaluations(config)
+    # The longest is that of avg: all attacks, and six images to train on.
+    assert budget - 3 * 20 * (4 * 3 + 2 * 7 + 6) < training <= budget
+  config = rehearsal('single dct_l1', **{'train.budget': budget})
+  last = rehearse(config, tmp_path / 'run')
+  training, _ = reproduce.gradient_evaluations(config)
+  assert last['gradient_evaluations'] == training
+
+
+def test_a_budget_that_is_too_small_is_refused():
+  """Before anything runs."""
+  config = rehearsal('round_robin', **{'train.budget': 100})
+  with pytest.raises(UserError, match=r'train\.budget = 100'):
+    reproduce.gradient_evaluations(config)
 
 
 def test_the_cost_of_greedy_has_a_validation_more(rehearsed):
@@ -255,19 +299,18 @@ def test_weights_of_round_robin_are_the_shares_it_trains(rehearsed):
 
 
 def test_training_without_attacks_costs_no_attacks():
-  natural = tiny(**{'policy.name': 'natural'})
+  natural = tiny(method='natural')
   training, _ = reproduce.gradient_evaluations(natural)
   assert training == 18 * 20 + 3 * 30 * 12
 
 
 def test_an_outer_step_may_be_a_part_of_an_epoch():
   half = tiny(**{'train.r': 0.5})
-  job = prepare(half)
-  assert (job.steps_per_epoch, job.steps_per_outer_step, job.steps) == (6, 3, 9)
+  assert prepare(half).schedule == (6, 3, 9)
   training, _ = reproduce.gradient_evaluations(half)
   assert training == 9 * 20 * (2 + 1) + 3 * 30 * 12
   least = tiny(**{'train.r': 0.01})  # A mini batch at least.
-  assert prepare(least).steps_per_outer_step == 1
+  assert prepare(least).schedule.steps_per_outer_step == 1
 
 
 def test_the_cost_of_the_tiny_run(tiny_run):
@@ -381,18 +424,27 @@ def test_a_run_is_done_when_all_that_the_table_shows_is_there(
   with_curve = planned(**{'eval.curve_examples': 5})
   assert status_of(with_curve, monkeypatch) == 'begun'
   (workdir / 'eval' / 'any').mkdir()
-  curve = make_outcomes(protocol='fast', count=5, radii=(1.0, 4.0), **about())
+  threats = config.make_threats(planned().config)
+  curve = make_outcomes(
+    threats, protocol='fast', count=5, radii=(1.0, 4.0), **about()
+  )
   curve.save(workdir / 'eval' / 'any' / evaluation.FILE)
   assert status_of(with_curve, monkeypatch) == 'done'
   remove_evaluations(workdir, lambda s: s['network'] == 'h=2 ensemble')
   assert status_of(planned(), monkeypatch) == 'begun'
 
 
+@pytest.mark.parametrize(
+  ('field', 'value'),
+  [('eps', 2.0), ('clip', 'strict'), ('norm', 'linf'), ('space', 'haar')],
+)
 def test_an_evaluation_under_other_threats_does_not_count(
-  tiny_run, tmp_path, monkeypatch
+  field, value, tiny_run, tmp_path, monkeypatch
 ):
+  """Whatever of them is another under the same name."""
+
   def alter(outcomes):
-    outcomes.settings['threats'][1]['eps'] = 2.0
+    outcomes.settings['threats'][1][field] = value
 
   table = reproduce.TABLES['convexity']
   (planned,) = reproduce.plan(table, tiny(), [0], tmp_path)
@@ -420,14 +472,13 @@ def timed_runs(table, folder, seconds, **fields):
   """The runs of a table, which took so long by method and seed."""
   found = []
   for run in reproduce.plan(table, tiny(), [0, 1], folder):
-    policy = run.config.policy
     make_run(
       run.workdir,
       **fields,
       **{
         'seed': run.config.seed,
-        'policy.name': policy.name,
-        'policy.threat': policy.threat,
+        'method': run.config.method,
+        'policy.threat': run.config.policy.threat,
       },
     )
     path = run.workdir / 'metrics.jsonl'
@@ -631,7 +682,7 @@ def test_a_made_table_is_written_thrice(made):
 def test_the_cost_of_a_made_table_was_known_before(made):
   results, _, _ = made
   for policy in POLICIES:
-    shared = tiny(**{'policy.name': policy})
+    shared = tiny(method=policy)
     training, _ = reproduce.gradient_evaluations(shared)
     last = logged(results / f'{policy}-seed0', 'outer')[-1]
     assert training == last['gradient_evaluations']

@@ -104,14 +104,10 @@ def load(workdir: str | os.PathLike) -> Run:
     raise UserError(
       f'{workdir} has no evaluation: type {evaluation_command(workdir)}'
     )
-  own = [
-    (threat.name, threat.eps) for threat in config_lib.make_threats(config)
-  ]
+  own = own_threats(config)
 
   def rank(group: Group) -> tuple[bool, int]:
-    threats = group.first.settings['threats']
-    is_own = [(threat['name'], threat['eps']) for threat in threats] == own
-    return is_own, len(group.first.labels)
+    return threats_of(group.first) == own, len(group.first.labels)
 
   primary, *others = sorted(groups, key=rank, reverse=True)
   rows = read_metrics(workdir)
@@ -179,8 +175,19 @@ def _groups(found: Sequence[Outcomes]) -> list[Group]:
   return list(groups.values())
 
 
-def threats_of(outcomes: Outcomes) -> tuple[tuple[str, ...], ...]:
-  """Returns name, space, norm, eps and clip of each threat, at its own eps."""
+Threats = tuple[tuple[str, ...], ...]  # Name, space, norm, eps, clip of each.
+
+
+def own_threats(config: ml_collections.ConfigDict) -> Threats:
+  """Returns the threats of a config."""
+  return tuple(
+    (t['name'], t['space'], t['norm'], f'{t["eps"]:.6g}', t['clip'])
+    for t in (threat.to_dict() for threat in config_lib.make_threats(config))
+  )
+
+
+def threats_of(outcomes: Outcomes) -> Threats:
+  """Returns the threats of an evaluation; those of a curve, at their eps."""
   radii, threats = outcomes.settings['radii'], outcomes.settings['threats']
   return tuple(
     (
