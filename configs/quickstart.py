@@ -37,6 +37,7 @@ def _runlocal(config):
   config.train.T = 3
   config.train.r = 1
   config.attack.steps = 2
+  config.attack.radii = (1.0,)
   for fields in config_lib.threat_table(config).values():
     fields.attack = {}
   config.train.validation_examples = 100
