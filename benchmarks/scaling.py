@@ -27,8 +27,8 @@ from mwrobust import attacks, steps, train
 from mwrobust import config as config_lib
 from mwrobust import data as data_lib
 from mwrobust.attacks import losses, norms
-from mwrobust.training.setup import make_batch
 from mwrobust.reporting.document import markdown_table
+from mwrobust.training.setup import make_batch
 
 _REPEATS = flags.DEFINE_integer('repeats', 5, 'Repeats; the best counts.')
 _DEVICES = flags.DEFINE_integer(

@@ -19,8 +19,8 @@ from benchmarks import timing
 from mwrobust import attacks, train
 from mwrobust import config as config_lib
 from mwrobust.attacks import losses
-from mwrobust.training.setup import Job, prepare
 from mwrobust.reporting.document import markdown_table
+from mwrobust.training.setup import Job, prepare
 
 _OUTER_STEPS = flags.DEFINE_integer('outer_steps', 4, 'Of each policy.')
 

@@ -124,18 +124,19 @@ def without_fractions(argv: list[str]) -> list[str]:
   ['--config.threats.dct_l1.eps=0.2', '--workdir=1/2']
   """
   fields = config_lib.flatten(config_lib.base())
-  numbers = {
-    f'--config.{field}'
-    for field, value in fields.items()
-    if isinstance(value, float)
-  }
+
+  def is_number(flag: str) -> bool:
+    field = flag.removeprefix('--config.')
+    is_radius = field.startswith('threats.') and field.endswith('.eps')
+    return is_radius or isinstance(fields.get(field), float)
+
   found, previous = [], ''
   for arg in argv:
     name, equals, value = arg.partition('=')
     if not equals:  # A flag's value may be a word of its own.
       name, value = previous, arg
     previous = arg
-    if name in numbers and '/' in value:
+    if is_number(name) and '/' in value:
       value = repr(number(value, name))
       arg = f'{name}={value}' if equals else value
     found.append(arg)

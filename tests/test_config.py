@@ -46,7 +46,7 @@ def test_the_order_of_variants_does_not_matter():
 
 def test_the_papers_threats_are_those_of_the_library():
   config = config_lib.preset('paper', 'mnist')
-  # The paper clips once, after the inverse DCT; its code does so in pixels, too.
+  # The paper clips once, after the inverse DCT.
   pixel, dct = (
     attacks.six_threats(0.4, 1.0, 5.0, clip=clip) for clip in ('inside', 'end')
   )

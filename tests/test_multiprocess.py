@@ -19,9 +19,9 @@ from tiny_run import tiny
 from launch import local
 from mwrobust.errors import UserError
 from mwrobust.evaluation import Outcomes
+from mwrobust.runtime import devices
 from mwrobust.training import checkpoints
 from mwrobust.training.setup import check_training, prepare
-from mwrobust.runtime import devices
 
 ROOT = pathlib.Path(__file__).parent.parent
 CHANGES = {  # 24 steps, and a network good enough to stand now and then.
