@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from orbax.checkpoint import v1 as ocp
 
 from mwrobust import models
 from mwrobust.errors import UserError
@@ -194,6 +195,30 @@ def test_a_damaged_newest_is_passed_over_and_made_again(
   assert aside.name.startswith('checkpoints-2-')
   checkpoints.save(after(start, 2))
   assert_same(open_in().restore(start, print), after(start, 2))
+
+
+@pytest.mark.parametrize(
+  'error',
+  [
+    TimeoutError('slow disk'),
+    OSError(errno.EIO, 'Input/output error'),
+    ValueError('UNAVAILABLE: try again later'),
+  ],
+)
+def test_what_cannot_be_read_just_now_is_not_put_aside(
+  start, open_in, tmp_path, monkeypatch, error
+):
+  open_in().save(after(start, 1))
+
+  def fail(*args):
+    raise error
+
+  with monkeypatch.context() as patch:
+    patch.setattr(ocp.training.Checkpointer, 'load', fail)
+    with pytest.raises(UserError, match='checkpoints/1 could not be read'):
+      open_in().restore(start, print)
+  assert not (tmp_path / 'put_aside').exists()
+  assert_same(open_in().restore(start, print), after(start, 1))
 
 
 def test_all_damaged_is_no_fresh_start(start, open_in, tmp_path):

@@ -8,6 +8,7 @@ before it, and a run that goes on from there makes it again.
 """
 
 import contextlib
+import errno
 import logging
 import os
 import sys
@@ -64,6 +65,12 @@ class Checkpoints:
         except UserError:
           raise
         except Exception as error:
+          if _may_pass(error):
+            raise UserError(
+              f'{checkpoint.path} could not be read just now '
+              f'({_reason(error)}). Nothing was changed: run the same command '
+              'again.'
+            ) from error
           state, reason = None, _reason(error)
         # What one process cannot read, none goes on from.
         if all(devices.of_all_processes(state is not None)):
@@ -231,6 +238,21 @@ def _silence() -> None:
   # TensorStore's, when it tells a loop that was closed of one more failure.
   sys.unraisablehook = lambda args: None
   logging.getLogger('absl').setLevel(logging.CRITICAL)
+
+
+def _may_pass(error: BaseException | None) -> bool:
+  """Tells whether reading again may succeed: the file need not be damaged."""
+  if error is None:
+    return False
+  kinds = ConnectionError, TimeoutError, PermissionError, InterruptedError
+  numbers = errno.EIO, errno.EAGAIN, errno.EMFILE, errno.ENFILE, errno.ESTALE
+  words = 'UNAVAILABLE', 'DEADLINE_EXCEEDED', 'PERMISSION_DENIED'
+  return (
+    isinstance(error, kinds)
+    or getattr(error, 'errno', None) in numbers
+    or any(word in str(error) for word in words)
+    or _may_pass(error.__cause__)
+  )
 
 
 def _reason(error: Exception) -> str:
