@@ -16,8 +16,8 @@ def get_config(variants: str = ''):
   """Variants, joined by commas: `released`, `maini`, `cnn`, `runlocal`.
 
   released: the preset of the authors' code, instead of `paper`.
-  maini: three threats in pixels, 0.3, 2 and 10, with the network and the
-    training attack of multi-norm training.
+  maini: three threats in pixels, 0.3, 2 and 10, and the network of Maini et
+    al. (2020).
   cnn: a network and a schedule for CPUs, and training attacks that a network
     cannot fool so easily; with each of the three presets.
   runlocal: a look at the whole job in some minutes on two CPU cores.

@@ -23,6 +23,7 @@ def get_config(variants: str = ''):
   config_lib.use_strong_attack(config)
   config.policy.eta = 0.5
   config.train.T = 12
+  config.train.r = 2.0
   config.train.ramp = 0.6
   config.train.log_every = 36  # Once an epoch.
   config.eval.examples = 200
