@@ -38,12 +38,19 @@ EACH_OF_SIX = pytest.mark.parametrize('threat', SIX, ids=lambda t: t.name)
 KINDS = {
   'pgd': attacks.pgd(5),
   'slide': attacks.slide(5),
+  'momentum': attacks.momentum(5),
   'apgd': attacks.apgd(6),
   'apgd-t': attacks.apgd(6, loss='dlr', targets=1),
   'fab': attacks.fab(5, targets=1),
   'square': attacks.square(20),
 }
-CLIMBS = ('pgd', 'slide', 'apgd', 'apgd-t')  # A switch over them is quick.
+CLIMBS = (
+  'pgd',
+  'slide',
+  'momentum',
+  'apgd',
+  'apgd-t',
+)  # A switch over them is quick.
 ORD = {'linf': np.inf, 'l2': 2, 'l1': 1}
 DUAL = {'linf': 1, 'l2': 2, 'l1': np.inf}
 DCT_BASIS = scipy.fft.dctn(
@@ -296,6 +303,50 @@ def apgd_in_numpy(slopes, start, steps, eps, norm):
       reduced, at_check, last = stalls, best_loss, i
     trace.append((size, x))
   return trace
+
+
+def test_momentum_follows_a_trace_by_hand():
+  # One step in the ball of 2 eps, which ends in that of eps, then three there.
+  gradients = [(4.0, -1.0), (-2.0, -2.0), (1.0, 3.0), (0.0, 0.0)]
+  planned = rules.plan(
+    'momentum', steps=4, eps=0.5, norm='linf', features=2, radii=(2.0, 1.0)
+  )
+  sizes = [float(step.size) for step in planned]
+  assert sizes == pytest.approx([1.0, 1 / 2, 1 / 3, 1 / 6])
+  assert [float(step.eps) for step in planned] == [0.5, 0.5, 0.5, 0.5]
+  free = jnp.full(2, jnp.inf)
+  domain = geometry.Domain(jnp.zeros(2), -free, free)
+  ball = geometry.Ball(norms.LINF)
+  delta, velocity = np.zeros(2), np.zeros(2)
+  state = rules.MOMENTUM.init(jnp.zeros(2), planned[0])
+  for gradient, step in zip(gradients, planned, strict=True):
+    total = np.abs(gradient).sum() or 1
+    velocity = np.array(gradient) / total + 0.75 * velocity
+    moved = delta + float(step.size) * np.sign(velocity)
+    point = rules.Point(
+      jnp.asarray(delta, jnp.float32), jnp.float32(0), jnp.asarray(gradient)
+    )
+    delta = np.clip(moved, -float(step.eps), float(step.eps))
+    state, found = rules.MOMENTUM.update(state, point, step, ball, domain)
+    np.testing.assert_allclose(found, delta, atol=1e-6)
+    np.testing.assert_allclose(state.velocity, velocity, atol=1e-6)
+
+
+def test_the_highest_loss_is_at_least_that_of_the_first_that_fools():
+  labels = np.asarray(curved(IMAGES).argmax(axis=1), np.int32)
+  threat = dataclasses.replace(SIX[1], eps=0.5)
+  found = {
+    result: attacks.make_attack(threat, attacks.apgd(20, result=result))(
+      curved, KEY, IMAGES, labels
+    )
+    for result in ('highest', 'fooling')
+  }
+  loss = {
+    result: np.asarray(losses.cross_entropy(curved(images), labels))
+    for result, images in found.items()
+  }
+  assert (loss['highest'] >= loss['fooling'] - 1e-5).all()
+  assert (loss['highest'] > loss['fooling'] + 0.1).any()
 
 
 @pytest.mark.parametrize('norm', ['linf', 'l2'])
@@ -1327,6 +1378,8 @@ def test_an_attack_that_does_not_move_says_so():
 SPENT = {
   attacks.pgd(5): ((5, 0), (5, 0)),
   attacks.slide(5, restarts=3): ((15, 3), (15, 3)),
+  attacks.momentum(6): ((6, 0), (6, 0)),
+  attacks.apgd(6, result='highest'): ((6, 1), (6, 1)),
   attacks.apgd(10): ((10, 1), (7, 1)),  # The first six are in larger balls.
   attacks.apgd(10, loss='dlr', targets=3, restarts=2): ((60, 7), (7, 2)),
   attacks.fab(5, targets=2): ((10, 13), (1, 3)),
