@@ -47,7 +47,7 @@ import conftest
 from tiny_run import tiny
 from test_multiprocess import CHANGES
 from mwrobust import command_line, main
-from mwrobust.training import loop as train
+from mwrobust.training import loop
 
 plan = workdir.parent / 'kill'
 me = int(next(a for a in sys.argv if '--process_id' in a).split('=')[1])
@@ -60,14 +60,14 @@ def die(*args):
   os.kill(os.getpid(), 9)
 
 if point == 'training':
-  trained = train._Log.trained
-  train._Log.trained = lambda self, *args: (
+  trained = loop._Log.trained
+  loop._Log.trained = lambda self, *args: (
     die() if self.step == 12 else trained(self, *args)
   )
 elif point == 'validation':
-  losses = train.validation_losses
-  train.validation_losses = lambda job, state, step, pause: losses(
-    job, state, step, die if step > 8 else pause
+  validate = loop.validate
+  loop.validate = lambda job, state, step, check_stop: validate(
+    job, state, step, die if step > 8 else check_stop
   )
 elif point == 'saving':
   def watch():
@@ -80,15 +80,15 @@ elif point == 'full disk' and me == 0:
   def full(*args, **kwargs):
     plan.unlink()
     raise OSError(28, 'No space left on device')
-  train.Metrics.write = full
+  loop.Metrics.write = full
 
-saved = train.Checkpoints.save
+saved = loop.Checkpoints.save
 if (workdir.parent / 'stop after save').exists():
   def save_and_be_stopped(*args):
     saved(*args)
     os.kill(os.getpid(), 15)
     time.sleep(1)
-  train.Checkpoints.save = save_and_be_stopped
+  loop.Checkpoints.save = save_and_be_stopped
 
 main._CONFIG = type('Flag', (), {'value': tiny(**CHANGES)})
 main._WORKDIR = type('Flag', (), {'value': str(workdir)})
@@ -115,7 +115,7 @@ os.environ['XLA_FLAGS'] = os.environ['XLA_FLAGS'].replace('count=2', 'count=4')
 import jax
 from tiny_run import tiny
 from test_multiprocess import CHANGES
-from mwrobust.training import loop as train
+from mwrobust.training import loop
 from mwrobust.runtime import devices
 
 assert jax.device_count() == 4
@@ -125,7 +125,7 @@ for name, count in (('1', 1), ('2', 2), ('4', 4), ('begun', 4)):
     (count,), ('data',), axis_types=auto, devices=jax.devices()[:count]
   )
   devices.mesh = lambda mesh=mesh: mesh
-  train.train_and_evaluate(tiny(**CHANGES), f'{folder}/{name}')
+  loop.train_and_evaluate(tiny(**CHANGES), f'{folder}/{name}')
 """
 
 
@@ -146,7 +146,7 @@ def runs(tmp_path_factory):
     timeout=600,
   )
   assert result.returncode == 0, result.stderr
-  assert 'Going on from step 8 of 24' in result.stdout
+  assert 'Resuming from step 8 of 24' in result.stdout
   return folder
 
 
@@ -236,7 +236,7 @@ def test_sigterm_saves_and_ends_all(runs, tmp_path, capfd):
   assert 'Interrupted by SIGTERM. Run the same command again' in told
   assert os.listdir(workdir / 'interrupted')
   assert launch(workdir) == 0
-  assert 'Going on from step' in ''.join(capfd.readouterr())
+  assert 'Resuming from step' in ''.join(capfd.readouterr())
   assert_same_run(workdir, runs / 'processes')
 
 
