@@ -346,12 +346,12 @@ def test_numbers_may_be_fractions():
 
 
 def test_fields_of_a_config_may_be_fractions():
-  argv = ['--config.threats.eps_linf=8/255', '--config.train.r', '1/2']
+  argv = ['--config.threats.dct_l1.eps=8/255', '--config.train.r', '1/2']
   assert command_line.without_fractions(argv) == [
-    *(f'--config.threats.eps_linf={8 / 255!r}', '--config.train.r', '0.5')
+    *(f'--config.threats.dct_l1.eps={8 / 255!r}', '--config.train.r', '0.5')
   ]
-  with pytest.raises(UserError, match=r'eps_linf=8/x'):
-    command_line.without_fractions(['--config.threats.eps_linf=8/x'])
+  with pytest.raises(UserError, match=r'dct_l1.eps=8/x'):
+    command_line.without_fractions(['--config.threats.dct_l1.eps=8/x'])
 
 
 def test_what_is_not_a_number_keeps_its_slash():

@@ -225,7 +225,7 @@ def test_the_standard_protocol_is_autoattacks_order():
   protocol = protocols.make_protocol('standard', classes=10)
   assert protocol.attacks == ('apgd-ce', 'apgd-t', 'fab-t', 'square')
   linf = protocol.stages['linf']
-  assert [attack.tries for attack in linf.values()] == [1, 9, 9, 1]
+  assert [attack.tries for attack in linf.values()] == [5, 9, 9, 1]
   assert protocol.stages['l1']['apgd-ce'].restarts > 5
   assert all(
     stage.radii == (3.0, 2.0, 1.0) for stage in list(linf.values())[:2]

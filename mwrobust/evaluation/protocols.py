@@ -2,8 +2,9 @@
 
 Each attack of a protocol attacks only what the ones before it left standing.
 
-  standard   APGD-CE, targeted APGD-DLR, targeted FAB and Square, as AutoAttack
-             orders them. This is the figure to report.
+  standard   APGD-CE, targeted APGD-DLR, targeted FAB and Square, in AutoAttack's
+             order and with its numbers, but for more starts of APGD-CE. This
+             is the figure to report.
   fast       APGD-CE and a short targeted FAB, at a tenth of the cost. Within a
              point or two of `standard` unless a network masks its gradients.
              For choices on validation images, and for curves.
@@ -35,7 +36,9 @@ Stages = dict[str, Attack]  # The attacks by their names, in order.
 
 def _standard(norm: str, targets: int) -> Stages:
   return {
-    'apgd-ce': apgd(100, restarts=10 if norm == 'l1' else 1),
+    # Where gradients are masked, more starts find more than anything else of
+    # their cost.
+    'apgd-ce': apgd(100, restarts=10 if norm == 'l1' else 5),
     'apgd-t': apgd(100, loss='dlr', targets=targets),
     'fab-t': fab(100, targets=targets),
     'square': square(5000),
