@@ -23,11 +23,12 @@ from absl import app, flags, logging
 
 from benchmarks import networks, timing
 from benchmarks.training import make_job
-from mwrobust import attacks, steps, train
+from mwrobust import attacks
 from mwrobust import config as config_lib
 from mwrobust import data as data_lib
 from mwrobust.attacks import losses, norms
 from mwrobust.reporting.document import markdown_table
+from mwrobust.training import adversaries, loop, steps
 from mwrobust.training.setup import make_batch
 
 _REPEATS = flags.DEFINE_integer('repeats', 5, 'Repeats; the best counts.')
@@ -94,7 +95,7 @@ def start_child(devices: int) -> subprocess.Popen:
 
 def answer_requests():
   """In the child: a few steps for each line of JSON, then one in return."""
-  job = make_job('single', 'pixel_linf', 1)
+  job = make_job('single pixel_linf')
   state = job.init()
   for line in sys.stdin:
     rows = np.arange(json.loads(line)['batch_size'])
@@ -123,9 +124,10 @@ def project():
   """Prints bytes against FLOPs, and what follows for many accelerators."""
   rows = []
   for network, data in (('cnn', 'mnist'), ('resnet50', 'cifar10')):
-    paper = config_lib.preset('paper', data).train
+    config = config_lib.preset('paper', data)
+    paper, attack_steps = config.train, config.attack.steps
     parameters, flops, all_reduces = cost_of_step(network)
-    size, flops = 4 * parameters, flops * (paper.pgd_steps + 1)
+    size, flops = 4 * parameters, flops * (attack_steps + 1)
     total = flops * paper.batch_size
     numbers = (
       paper.batch_size,
@@ -139,7 +141,7 @@ def project():
 ## The gradient's all-reduce, by bytes
 
 MB: 4 bytes x parameters. FLOPs of a step: XLA's count for one input gradient
-x ({paper.pgd_steps} attack steps + 1).
+x ({attack_steps} attack steps + 1).
 """)
   header = ['network', 'batch', 'parameters', 'MB', 'GFLOP', 'FLOPs a byte']
   print(markdown_table(header, rows))
@@ -200,22 +202,29 @@ def rotation(seed: int) -> attacks.Space:
 
 def time_threats(repeats: int):
   """Prints step, compile and validation time by the number of threats."""
-  job = make_job('single', 'pixel_linf', 1)
+  job = make_job('single pixel_linf')
   batch = make_batch(job.data.train, np.arange(100))
   validation = data_lib.Split(*(a[:100] for a in job.data.validation))
   job.config.eval.batch_size = 100
+  job.config.train.check_examples = 0
   carried = [job.init()]  # The train step donates it.
-  jobs, compiled = {}, {}
+  jobs, compiled, spaces = {}, {}, {}
   for k in KS:
     pairs = many_pairs()[:k]
-    shared = {'model': job.model, 'pairs': pairs, 'key': jax.random.key(0)}
+    spaces[k] = len({threat.space for threat, _ in pairs})
+    shared = {'model': job.model, 'key': jax.random.key(0)}
+    adversary = adversaries.make_adversary('one', pairs)
     jobs[k] = job._replace(
       data=job.data._replace(validation=validation),
-      pairs=pairs,
+      names=tuple(threat.name for threat, _ in pairs),
+      adversary=adversary,
       train_step=steps.make_train_step(
-        radius_scale=job.radius_scale, augment=False, attacked=True, **shared
+        adversary=adversary,
+        policy=job.policy,
+        radius_scale=job.radius_scale,
+        **shared,
       ),
-      validation_step=steps.make_validation_step(**shared),
+      validation_step=steps.make_validation_step(pairs=pairs, **shared),
     )
 
   def compile_step(k: int):
@@ -228,7 +237,7 @@ def time_threats(repeats: int):
     return loss
 
   def validate(k: int):
-    return train.validation_losses(jobs[k], carried[0], 1, lambda: None)
+    return loop.validate(jobs[k], carried[0], 1, lambda: None).validation
 
   by_k = {k: functools.partial(compile_step, k) for k in KS}
   compiling = timing.interleaved(by_k, min(2, repeats))
@@ -240,9 +249,8 @@ def time_threats(repeats: int):
   for k in KS:
     mean = np.mean([stepping[k, i] for i in range(k)])
     times = stepping[k, 0], mean, compiling[k], validating[k] / k
-    count = len({threat.space for threat, _ in jobs[k].pairs})
     in_ms = [f'{1e3 * seconds:,.0f}' for seconds in times]
-    rows.append([str(k), str(count), *in_ms])
+    rows.append([str(k), str(spaces[k]), *in_ms])
   print("""
 ## A step, its compilation and a validation with k threats, measured, in ms
 

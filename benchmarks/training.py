@@ -1,13 +1,16 @@
 """What multiplicative weights cost beside training against one threat.
 
-  python -m benchmarks.training [--outer_steps=4]
+  python -m benchmarks.training [--outer_steps=4] [--attack=strong]
 
-Trains the MNIST CNN on the digits of the quickstart with each policy, outer
+Trains the MNIST CNN on the digits of the quickstart with each method, outer
 step by outer step in turn, and prints seconds per epoch, validation included,
-over the first policy's. Then it takes one step apart: the gradients, what the
-step adds to them (data, dispatch, optimizer), and the loop around it.
+over the first method's, and images a second. Takes one step apart: the
+gradients, what the step adds to them (data, dispatch, optimizer), and the loop
+around it. Then it measures a step of the methods that attack with all k threats
+at once against k.
 """
 
+import functools
 import platform
 import time
 
@@ -16,106 +19,156 @@ import numpy as np
 from absl import app, flags, logging
 
 from benchmarks import timing
-from mwrobust import attacks, train
+from mwrobust import attacks
 from mwrobust import config as config_lib
 from mwrobust.attacks import losses
 from mwrobust.reporting.document import markdown_table
+from mwrobust.training import loop, setup
 from mwrobust.training.setup import Job, prepare
 
-_OUTER_STEPS = flags.DEFINE_integer('outer_steps', 4, 'Of each policy.')
+_OUTER_STEPS = flags.DEFINE_integer('outer_steps', 4, 'Of each method.')
+_ATTACK = flags.DEFINE_enum(
+  'attack',
+  'paper',
+  ['paper', 'strong'],
+  "Train with the paper's attacks, or with those that are harder to fool.",
+)
 
-POLICIES = {
-  'single pixel_linf': ('single', 'pixel_linf'),
-  'single dct_linf': ('single', 'dct_linf'),
-  'multiplicative weights': ('multiplicative_weights', 'pixel_linf'),
-  'round robin': ('round_robin', 'pixel_linf'),
-  'greedy': ('greedy', 'pixel_linf'),
-}
+METHODS = (
+  *('single pixel_linf', 'single dct_linf', 'multiplicative_weights'),
+  *('round_robin', 'greedy', 'natural'),
+)
+ALL_AT_ONCE = ('max', 'avg', 'msd')
+KS = 1, 2, 3, 6
+REPEATS = 3  # Of steps; the best counts.
 
 
-def make_job(policy: str, threat: str, outer_steps: int) -> Job:
-  """The quickstart's schedule with the full MNIST CNN."""
+def make_job(
+  method: str, outer_steps: int = 1, k: int = 6, attack: str = 'paper'
+) -> Job:
+  """The quickstart's schedule with the full MNIST CNN.
+
+  Args:
+    method: its name; after a space, the threat of `single`.
+    outer_steps: T.
+    k: how many threats there are, the first of the paper's six.
+    attack: of training, the paper's or a strong one.
+  """
   config = config_lib.preset('paper', 'mnist')
   config.data.name = 'mnist5k'
   config_lib.use_cnn(config)
+  if attack == 'strong':
+    config_lib.use_strong_attack(config)
+  config.threats.only = tuple(config_lib.threat_table(config))[:k]
+  config.method, _, threat = method.partition(' ')
+  config.policy.threat = threat or config.policy.threat
   config.policy.eta = 0.5
-  config.policy.name = policy
-  config.policy.threat = threat
   config.train.T = outer_steps
+  config.train.h = 1
   config.train.ramp = 0.6
+  config_lib.validate(config)
   return prepare(config)
 
 
+# ------------------------------------------------------------------ the methods
+
+
 def run_outer_step(job: Job, state, t: int):
-  """What `train.train` does in outer step t, without logs and checkpoints."""
-  first = t * job.steps_per_outer_step
-  gradients = 0
+  """What `loop.train` does in outer step t, without logs and checkpoints.
+
+  Returns:
+    The state, and the gradient evaluations of it.
+  """
+  per_outer_step = job.schedule.steps_per_outer_step
+  first = t * per_outer_step
+  validation = len(job.data.validation.labels) * job.validation_gradients
+  gradients = 0.0
   if first == 0 and job.policy.validates_first:
     state = update(job, state, 0)
-  for index, batch in train.mini_batches(job, state, t, first):
-    state, loss = job.train_step(state, index, batch)
-    _, attack = job.pairs[index]
-    gradients += attack.steps + 1
+    gradients += validation
+  state, loss, indices = run_steps(job, state, first, per_outer_step)
   jax.block_until_ready(loss)
-  return update(job, state, first + job.steps_per_outer_step), gradients
+  taken = job.adversary.gradients[np.asarray(indices)] + job.adversary.copies
+  gradients += job.config.train.batch_size * float(taken.sum()) + validation
+  return update(job, state, first + per_outer_step), gradients
+
+
+def run_steps(job: Job, state, first: int, count: int):
+  """Trains so many mini batches; the host stays one step ahead."""
+  indices, loss = [], np.float32(0)
+  for step in range(first, first + count):
+    index = job.choose(state.policy, step)
+    batch = setup.training_batch(job, step)
+    before = loss
+    state, loss = job.train_step(state, index, batch)
+    jax.block_until_ready(before)
+    indices.append(index)
+  return state, loss, indices
 
 
 def update(job: Job, state, step: int):
   """The validation, and the policy's update."""
-  found = train.validation_losses(job, state, step, lambda: None)
-  return state.replace(policy=job.policy.update(state.policy, found))
+  measured = loop.validate(job, state, step, lambda: None)
+  policy = job.policy.update(state.policy, measured.validation)
+  return state.replace(policy=policy)
 
 
-def time_policies(outer_steps: int):
-  """Prints seconds per epoch by policy."""
+def time_methods(outer_steps: int):
+  """Prints seconds per epoch by method."""
   jobs = {
-    name: make_job(*policy, outer_steps) for name, policy in POLICIES.items()
+    method: make_job(method, outer_steps, attack=_ATTACK.value)
+    for method in METHODS
   }
   states, seconds, gradients = {}, dict.fromkeys(jobs, 0.0), {}
-  for name, job in jobs.items():
-    warm = job.init()
-    index, batch = next(train.mini_batches(job, warm, 0, 0))
-    warm, _ = job.train_step(warm, index, batch)
+  for method, job in jobs.items():
+    warm, _, _ = run_steps(job, job.init(), 0, 1)
     update(job, warm, 1)
-    states[name], gradients[name] = job.init(), 0
+    states[method], gradients[method] = job.init(), 0.0
   for t in range(outer_steps):
-    for name, job in jobs.items():
+    for method, job in jobs.items():
       start = time.perf_counter()
-      states[name], count = run_outer_step(job, states[name], t)
-      seconds[name] += time.perf_counter() - start
-      gradients[name] += count
-  epochs = outer_steps * job.config.train.r
+      states[method], count = run_outer_step(job, states[method], t)
+      seconds[method] += time.perf_counter() - start
+      gradients[method] += count
+  schedule, batch_size = job.schedule, job.config.train.batch_size
+  epochs = schedule.steps / schedule.steps_per_epoch
   base = next(iter(jobs))
   rows = [
     [
-      name,
-      f'{seconds[name] / epochs:.2f}',
-      f'{seconds[name] / seconds[base]:.2f}',
-      f'{gradients[name] / gradients[base]:.2f}',
+      method,
+      f'{seconds[method] / epochs:.2f}',
+      f'{seconds[method] / seconds[base]:.2f}',
+      f'{gradients[method] / gradients[base]:.2f}',
+      f'{schedule.steps * batch_size / seconds[method]:,.0f}',
+      f'{gradients[method] / seconds[method]:,.0f}',
     ]
-    for name in jobs
+    for method in jobs
   ]
-  header = ['policy', 's an epoch', 'over single', 'gradients over single']
+  header = [
+    *('method', 's an epoch', 'over the first', 'gradients over its'),
+    *('images/s', 'gradients/s'),
+  ]
   print(f'\n{markdown_table(header, rows)}')
+
+
+# -------------------------------------------------------------------- one step
 
 
 def take_a_step_apart(repeats: int):
   """Prints the share of a step that is not gradients."""
-  job = make_job('single', 'pixel_linf', 1)
-  state = job.init()
-  batches = [batch for _, batch in train.mini_batches(job, state, 0, 0)]
-  images = batches[0].images.astype(np.float32) / 255
-  labels = batches[0].labels
+  job = make_job('single pixel_linf')
+  state, count = job.init(), job.schedule.steps_per_epoch
+  batch = setup.training_batch(job, 0)
+  images, labels = batch.images.astype(np.float32) / 255, batch.labels
   index = np.int32(0)
+  attack = attacks.make_attack(*config_lib.make_pairs(job.config)[0])
 
   @jax.jit
   def gradients(params, images):
     def logits_fn(images, params=params):
       return job.model.apply({'params': params}, images, train=False)
 
-    found = attacks.make_attack(*job.pairs[0])(
-      logits_fn, jax.random.key(0), images, labels
-    )
+    found = attack(logits_fn, jax.random.key(0), images, labels)
     return jax.grad(
       lambda params: losses.cross_entropy(
         logits_fn(found, params), labels
@@ -124,47 +177,88 @@ def take_a_step_apart(repeats: int):
 
   carried = [job.init(), job.init()]
 
-  def step_alone():
-    for _ in batches:
-      carried[0], loss = job.train_step(carried[0], index, batches[0])
-    return loss
-
-  def loop():
-    for index, batch in train.mini_batches(job, carried[1], 0, 0):
-      carried[1], loss = job.train_step(carried[1], index, batch)
-    return loss
-
   def gradients_alone():
-    for _ in batches:
+    for _ in range(count):
       found = gradients(state.params, images)
     return found
+
+  def step_alone():
+    for _ in range(count):
+      carried[0], loss = job.train_step(carried[0], index, batch)
+    return loss
+
+  def whole_loop():
+    carried[1], loss, _ = run_steps(job, carried[1], 0, count)
+    return loss
 
   best = timing.interleaved(
     {
       'the gradients alone': gradients_alone,
       'the train step, one batch': step_alone,
-      'the loop over mini batches': loop,
+      'the loop over mini batches': whole_loop,
     },
     repeats,
   )
   base = best['the gradients alone']
   rows = [
-    [name, f'{1e3 * seconds / len(batches):.2f}', f'{seconds / base - 1:+.1%}']
+    [
+      name,
+      f'{1e3 * seconds / count:.2f}',
+      f'{seconds / base - 1:+.1%}',
+      f'{count * len(labels) / seconds:,.0f}',
+    ]
     for name, seconds in best.items()
   ]
-  print(f'\n{markdown_table(["a step", "ms", "over gradients"], rows)}')
+  header = ['a step, single pixel_linf', 'ms', 'over gradients', 'images/s']
+  print(f'\n{markdown_table(header, rows)}')
+
+
+def time_all_at_once(repeats: int):
+  """Prints a step of the methods that attack with all k threats, against k."""
+  jobs = {
+    (method, k): make_job(method, k=k, attack=_ATTACK.value)
+    for k in KS
+    for method in ('single pixel_linf', *ALL_AT_ONCE)
+    if k == 1 or method in ALL_AT_ONCE
+  }
+  states = {key: job.init() for key, job in jobs.items()}
+  batch = setup.training_batch(next(iter(jobs.values())), 0)
+
+  def step(key):
+    states[key], loss = jobs[key].train_step(states[key], np.int32(0), batch)
+    return loss
+
+  functions = {key: functools.partial(step, key) for key in jobs}
+  best = timing.interleaved(functions, repeats)
+  one = 'single pixel_linf', 1
+
+  def cells(key):
+    adversary = jobs[key].adversary
+    ones = jobs[one].adversary
+    gradients = adversary.gradients[0] + adversary.copies
+    return [
+      f'{1e3 * best[key]:.0f}',
+      f'{best[key] / best[one]:.2f}',
+      f'{gradients / (ones.gradients[0] + ones.copies):.2f}',
+    ]
+
+  rows = [[method, str(k), *cells((method, k))] for method, k in jobs]
+  rows.sort(key=lambda row: (one[0], *ALL_AT_ONCE).index(row[0]))
+  header = ['method', 'k', 'ms a step', 'over the first', 'gradients over its']
+  print(f'\n{markdown_table(header, rows)}')
 
 
 def main(argv):
-  """Prints both tables."""
+  """Prints all tables."""
   del argv
   logging.set_verbosity(logging.WARNING)
   print(
     f'jax {jax.__version__}, Python {platform.python_version()}, '
     f'{jax.default_backend()}; MNIST CNN, batch 100, mnist5k'
   )
-  take_a_step_apart(repeats=3)
-  time_policies(_OUTER_STEPS.value)
+  take_a_step_apart(REPEATS)
+  time_all_at_once(REPEATS)
+  time_methods(_OUTER_STEPS.value)
 
 
 if __name__ == '__main__':
