@@ -2,9 +2,9 @@
 
 Each attack of a protocol attacks only what the ones before it left standing.
 
-  standard   APGD-CE, targeted APGD-DLR, targeted FAB and Square, in AutoAttack's
-             order and with its numbers, but for more starts of APGD-CE. This
-             is the figure to report.
+  standard   APGD-CE, targeted APGD-DLR, targeted FAB and Square: AutoAttack's
+             order and numbers, but for more starts of APGD-CE. This is the
+             figure to report.
   fast       APGD-CE and a short targeted FAB, at a tenth of the cost. Within a
              point or two of `standard` unless a network masks its gradients.
              For choices on validation images, and for curves.

@@ -7,9 +7,7 @@ from mwrobust.reporting.accuracies import method_title
 from mwrobust.reporting.document import Part, picture, table, text
 from mwrobust.reporting.runs import Run
 from mwrobust.runtime.progress import format_duration
-
-# As training warns.
-FOOLED = 1.5
+from mwrobust.training.game import FOOLED, attack_is_fooled
 
 
 def seeds_part(merged: Sequence[Run]) -> Part:
@@ -85,7 +83,9 @@ def _last_step_parts(run: Run, names: Sequence[str]) -> list[Part]:
     f'game, {game["mean_worst"]:.3f} and {game["mean_mixture"]:.3f}, times '
     f'{last["outer_step"]} outer steps.'
   )
-  fooled = [name for name in names if is_fooled(probed[name], possible[name])]
+  fooled = [
+    name for name in names if attack_is_fooled(probed[name], possible[name])
+  ]
   if not checked:
     words += ' Whether the training attack was being fooled was not checked.'
   elif fooled:
@@ -99,14 +99,6 @@ def _last_step_parts(run: Run, names: Sequence[str]) -> list[Part]:
       f'find more than {FOOLED:g} times its loss.'
     )
   return [table(header, rows, caption), text(words)]
-
-
-def is_fooled(probed: float, possible: float) -> bool:
-  """Says whether APGD's loss makes that of the training attack look too low.
-
-  Losses that are both next to 0 do not.
-  """
-  return possible > max(FOOLED * probed, probed + 0.1)
 
 
 def _choices(run: Run, names: Sequence[str]) -> dict[str, dict[str, int]]:

@@ -33,6 +33,7 @@ import jax
 import jax.numpy as jnp
 
 Array = jax.Array
+FOOLED = 1.5  # How many times its loss a better attack may find.
 
 
 class Game(NamedTuple):
@@ -76,3 +77,13 @@ def observe(probabilities: Array, losses: Array) -> Game:
     mean_worst=best / steps,
     regret=best - earned,
   )
+
+
+def attack_is_fooled(reached: float, possible: float) -> bool:
+  """Tells whether a network has learnt to fool the training attack.
+
+  Args:
+    reached: the loss that the training attack finds on some images.
+    possible: the loss that a stronger attack finds on them.
+  """
+  return possible > max(FOOLED * reached, reached + 0.1)

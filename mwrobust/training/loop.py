@@ -31,8 +31,6 @@ from mwrobust.training.policies import Validation
 from mwrobust.training.setup import Job
 from mwrobust.training.state import TrainState
 
-FOOLED = 1.5  # How much more loss a better attack may find than training's.
-
 
 def train_and_evaluate(
   config: ml_collections.ConfigDict,
@@ -371,7 +369,7 @@ class _Log(contextlib.AbstractContextManager):
       for name, reached, possible in zip(
         job.names, measured.reached, measured.possible, strict=True
       )
-      if possible > max(FOOLED * reached, reached + 0.1)
+      if game.attack_is_fooled(reached, possible)
     ]
     if fooled:
       self.progress.say(
