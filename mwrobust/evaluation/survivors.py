@@ -570,7 +570,8 @@ def actual_batch_size(most: int, count: int) -> int:
   """Returns how many examples a batch has, over all devices."""
   if jax.default_backend() == 'cpu':
     most = min(most, _CPU_BATCH_SIZE * jax.device_count())
-  return devices.round_up(min(most, count))
+  batches = -(-count // most)  # All of one size, so that little is filled up.
+  return devices.round_up(-(-count // batches))
 
 
 class _Shown(contextlib.AbstractContextManager):
