@@ -8,7 +8,6 @@ differs. Every result names its preset:
   maini      pixel linf 0.3, l2 2, l1 10 on MNIST, as in multi-norm training
 """
 
-import importlib
 import json
 import math
 import numbers
@@ -24,6 +23,7 @@ from mwrobust import attacks, data
 from mwrobust.attacks import norms
 from mwrobust.errors import UserError, check_choice
 from mwrobust.evaluation import PROTOCOLS
+from mwrobust.importing import import_module_of
 from mwrobust.training import policies
 
 ConfigDict = ml_collections.ConfigDict
@@ -359,16 +359,13 @@ def make_threats(config: ConfigDict) -> tuple[attacks.Threat, ...]:
 
 def _load_space(space: str, field: str) -> str | attacks.Space:
   """Returns the name of a space; or, of `module:NAME`, the space itself."""
-  module, colon, name = space.partition(':')
-  if not colon:
+  if ':' not in space:
     check_choice(field, space, [*attacks.SPACES, 'module:NAME'])
     return space
-  try:
-    found = getattr(importlib.import_module(module), name)
-  except (ImportError, AttributeError) as error:
-    raise UserError(f'{field} = {space!r} cannot be imported: {error}.') from (
-      error
-    )
+  module, name = import_module_of(
+    space, f'{field}={space}', 'my_spaces:FOURIER'
+  )
+  found = getattr(module, name, None)
   if not isinstance(found, attacks.Space):
     raise UserError(f'{field} = {space!r} is {found!r}: must be a Space.')
   return found

@@ -11,9 +11,7 @@ same command again to resume an evaluation that was interrupted.
 """
 
 import functools
-import importlib
 import os
-import sys
 from typing import Any
 
 import numpy as np
@@ -22,6 +20,7 @@ from absl import flags
 from mwrobust import attacks, command_line, evaluation, reporting
 from mwrobust.attacks import spaces
 from mwrobust.errors import UserError, check_choice
+from mwrobust.importing import import_module_of
 from mwrobust.runtime import devices
 from mwrobust.runtime.signals import stop_signals
 
@@ -157,26 +156,12 @@ def load_network(text: str) -> tuple[Any, Any]:
 
   A module in the current folder is found, too.
   """
-  module_name, _, name = text.partition(':')
-  if not (module_name and name) or module_name.startswith('.'):
-    raise UserError(
-      f'--network={text} must be module:function, such as '
-      'my_package.nets:logits_fn.'
-    )
-  folder = os.getcwd()
-  sys.path.insert(0, folder)
-  try:
-    module = importlib.import_module(module_name)
-  except ImportError as error:
-    raise UserError(
-      f'--network={text}: the module {module_name} cannot be imported '
-      f'({error}). Run from its folder, or install it.'
-    ) from error
-  finally:
-    sys.path.remove(folder)
+  module, name = import_module_of(
+    text, f'--network={text}', 'my_package.nets:logits_fn'
+  )
   if not hasattr(module, name):
     raise UserError(
-      f'--network={text}: {module_name} has no {name}. It has: '
+      f'--network={text}: {module.__name__} has no {name}. It has: '
       f'{", ".join(n for n in vars(module) if not n.startswith("_"))}.'
     )
   network, params = getattr(module, name), None

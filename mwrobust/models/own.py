@@ -1,16 +1,14 @@
 """Any linen module as a model: by the name of its class, `module:Class`."""
 
 import dataclasses
-import importlib
 import inspect
-import os
-import sys
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
 from mwrobust.errors import UserError
+from mwrobust.importing import import_module_of
 from mwrobust.models.normalise import normalise
 
 # How modules are asked whether this is training: by an argument of their call,
@@ -64,20 +62,7 @@ class Normalised(nn.Module):
 def load_class(text: str) -> type[nn.Module]:
   """Imports the linen module `module:Class`, also from the current folder."""
   field = f'model.name={text}'
-  module_name, _, name = text.partition(':')
-  if not (module_name and name) or module_name.startswith('.'):
-    raise UserError(f'{field} must be module:Class, such as my_nets:WideNet.')
-  folder = os.getcwd()
-  sys.path.insert(0, folder)
-  try:
-    module = importlib.import_module(module_name)
-  except Exception as error:  # A module can raise anything.
-    raise UserError(
-      f'{field}: the module {module_name} cannot be imported '
-      f'({type(error).__name__}: {error}). Run from its folder, or install it.'
-    ) from error
-  finally:
-    sys.path.remove(folder)
+  module, name = import_module_of(text, field, 'my_nets:WideNet')
   found = getattr(module, name, None)
   if isinstance(found, type) and issubclass(found, nn.Module):
     return found
@@ -89,7 +74,7 @@ def load_class(text: str) -> type[nn.Module]:
   wrong = (
     f'{name} is not a subclass of flax.linen.Module'
     if hasattr(module, name)
-    else f'{module_name} has no {name}'
+    else f'{module.__name__} has no {name}'
   )
   raise UserError(
     f'{field}: {wrong}. Linen modules there: {", ".join(classes) or "none"}.'
