@@ -180,7 +180,7 @@ all-reduces: the gradient's and BatchNorm's. Weak: the paper's batch of
 
 def many_pairs() -> list[tuple[attacks.Threat, attacks.Attack]]:
   """Eight spaces with three norms each, all with the same attack."""
-  radii = config_lib.EPS['paper']['mnist']
+  radii = config_lib.EPS['paper', 'mnist']['pixel']
   return [
     (attacks.Threat(space=space, norm=norm, eps=eps), attacks.pgd(10))
     for space in ('pixel', 'dct', *map(rotation, range(6)))

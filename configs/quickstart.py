@@ -19,7 +19,8 @@ def get_config(variants: str = ''):
   config_lib.use_cnn(config)
   config.model.options.features = (16, 32)
   config.model.options.hidden = 100
-  config_lib.set_threats(config, ('pixel', 'dct'), linf=0.2, l2=1.0, l1=5.0)
+  radii = (0.2, 1.0, 5.0)
+  config_lib.set_threats(config, {'pixel': radii, 'dct': radii})
   config_lib.use_strong_attack(config)
   config.policy.eta = 0.5
   config.train.T = 12

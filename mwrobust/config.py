@@ -6,6 +6,7 @@ differs. Every result names its preset:
   paper      the numbers of the paper; where it gives none, the usual ones
   released   the numbers of the authors' released code, where they differ
   maini      pixel linf 0.3, l2 2, l1 10 on MNIST, as in multi-norm training
+  balanced   six threats on MNIST that are alike hard, each with its own radius
 """
 
 import json
@@ -13,7 +14,7 @@ import math
 import numbers
 import os
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import ml_collections
@@ -28,14 +29,18 @@ from mwrobust.training import policies
 
 ConfigDict = ml_collections.ConfigDict
 
-# Radii (linf, l2, l1), the same in every space, by preset and data set.
+# The radii of linf, l2 and l1, by preset and data set, then by space.
 EPS = {
-  'paper': {'mnist': (0.4, 1.0, 5.0), 'cifar10': (0.06, 0.1, 7.84)},
-  'released': {
-    'mnist': (0.2, 2.0, 10.0),
-    'cifar10': (8 / 255, 1.0, 2000 / 255),
+  ('paper', 'mnist'): {'pixel': (0.4, 1.0, 5.0), 'dct': (0.4, 1.0, 5.0)},
+  ('paper', 'cifar10'): {'pixel': (0.06, 0.1, 7.84), 'dct': (0.06, 0.1, 7.84)},
+  ('released', 'mnist'): {'pixel': (0.2, 2.0, 10.0), 'dct': (0.2, 2.0, 10.0)},
+  ('released', 'cifar10'): {
+    'pixel': (8 / 255, 1.0, 2000 / 255),
+    'dct': (8 / 255, 1.0, 2000 / 255),
   },
-  'maini': {'mnist': (0.3, 2.0, 10.0)},
+  ('maini', 'mnist'): {'pixel': (0.3, 2.0, 10.0)},
+  # To be replaced by what `python -m mwrobust.search --radii=...` finds.
+  ('balanced', 'mnist'): {'pixel': (0.1, 1.0, 5.0), 'dct': (0.1, 1.0, 5.0)},
 }
 # These do not change training, so they may differ between two calls on one
 # workdir. A name that ends with a dot stands for all fields below it.
@@ -101,6 +106,7 @@ def base() -> ConfigDict:
   policy.signal = 'loss'  # What moves the weights; or 'error', the bounded one.
   policy.threat = 'pixel_linf'  # single: which one.
   policy.exploration = 1.0  # ucb: how much is tried.
+  policy.decay = 0.98  # e_at: how fast older mini batches are forgotten.
 
   config.optimizer = optimizer = ConfigDict()
   optimizer.name = 'sgd'  # Or 'adam', 'adamw'.
@@ -131,7 +137,8 @@ def base() -> ConfigDict:
   train.log_every = 100  # Steps between two rows of metrics.
 
   config.eval = evaluation = ConfigDict()
-  evaluation.examples = 0  # The first so many test images; 0 for all.
+  evaluation.split = 'test'  # Or 'validation', for what is chosen by it.
+  evaluation.examples = 0  # The first so many of its images; 0 for all.
   evaluation.batch_size = 250  # Also of validation.
   # See mwrobust/evaluation/protocols.py; the appendix of the paper has
   # 'paper-20', and 'fast' takes a tenth of the time of 'standard'.
@@ -147,13 +154,12 @@ def base() -> ConfigDict:
 
 def preset(name: str, data: str) -> ConfigDict:
   """Returns the preset's numbers for a data set."""
-  check_choice('preset', name, EPS)
-  check_choice('data.name', data, EPS[name])
+  check_choice('preset', name, dict.fromkeys(preset for preset, _ in EPS))
+  check_choice('data.name', data, [of for preset, of in EPS if preset == name])
   config = base()
   config.preset = name
   config.data.name = data
-  spaces = ('pixel',) if name == 'maini' else ('pixel', 'dct')
-  set_threats(config, spaces, *EPS[name][data])
+  set_threats(config, EPS[name, data])
   if data == 'mnist':
     config.train.T = 20
     config.train.r = 3.0
@@ -170,7 +176,7 @@ def preset(name: str, data: str) -> ConfigDict:
     config.model.name = 'resnet_v1_50'
     config.data.validation = 'last'
     config.data.augment = True
-  if name == 'maini':
+  if name in ('maini', 'balanced'):
     config.model.name = 'maini'
     config.optimizer.name = 'adam'
     config.optimizer.schedule = 'one_cycle'
@@ -180,16 +186,12 @@ def preset(name: str, data: str) -> ConfigDict:
 
 
 def set_threats(
-  config: ConfigDict,
-  spaces: Iterable[str],
-  linf: float,
-  l2: float,
-  l1: float,
+  config: ConfigDict, radii: Mapping[str, tuple[float, float, float]]
 ) -> None:
   """Makes linf, l2 and l1 in each space the threats of a config."""
   config.threats = ConfigDict({'only': ()})
-  for space in spaces:
-    for norm, eps in (('linf', linf), ('l2', l2), ('l1', l1)):
+  for space, of_norms in radii.items():
+    for norm, eps in zip(norms.NORMS, of_norms, strict=True):
       config.threats[f'{space}_{norm}'] = ConfigDict(
         {
           'space': space,
@@ -426,6 +428,7 @@ def make_policy(config: ConfigDict) -> policies.Policy:
     signal=config.policy.signal,
     index=names.index(config.policy.threat) if is_single else None,
     exploration=config.policy.exploration,
+    decay=config.policy.decay,
   )
 
 
@@ -493,6 +496,7 @@ def validate(config: ConfigDict) -> None:
     'optimizer.name': ('sgd', 'adam', 'adamw'),
     'optimizer.schedule': ('steps', 'one_cycle', 'cosine'),
     'train.precision': ('float32', 'bfloat16'),
+    'eval.split': ('test', 'validation'),
   }.items():
     check_choice(field, _get(config, field), allowed)
   for field in (
@@ -517,6 +521,7 @@ def validate(config: ConfigDict) -> None:
     _check_range(config, field, above=0)
   _check_range(config, 'seed', lowest=0, below=2**32)
   _check_range(config, 'train.ramp', lowest=0, highest=1)
+  _check_range(config, 'policy.decay', above=0, highest=1)
   if not all(isinstance(e, int) and e > 0 for e in config.optimizer.drops):
     raise UserError(
       f'optimizer.drops = {config.optimizer.drops!r} is not allowed: it must '

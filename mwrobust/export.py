@@ -67,7 +67,7 @@ def export(
     'preset': config.preset,
     'config': config_lib.to_share(run.config),
     'input': {
-      'shape': job.data.test.images.shape[1:],
+      'shape': job.evaluated.images.shape[1:],
       'range': [0, 1],
       'mean': job.data.mean,
       'std': job.data.std,

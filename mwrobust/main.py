@@ -72,7 +72,8 @@ def main(argv: list[str]) -> None:
     say = lambda text: None  # noqa: E731
   job(config, workdir, say)
   if _MODE.value != 'export' and devices.is_first_process():
-    reporting.write_run(runs.load(workdir), workdir, say)
+    run = runs.load(workdir, config.eval.split)
+    reporting.write_run(run, workdir, say)
 
 
 def default_config(given: dict[str, str]) -> str:

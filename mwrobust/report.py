@@ -25,6 +25,12 @@ def define_flags() -> None:
     'Folder of the report; the first one named, or runs/report for several '
     'runs.',
   )
+  flags.DEFINE_enum(
+    'split',
+    'test',
+    ['test', 'validation'],
+    'Which evaluations of runs to show.',
+  )
 
 
 def main(argv: list[str]) -> None:
@@ -36,7 +42,8 @@ def main(argv: list[str]) -> None:
   output = flags.FLAGS.output
   folders = [epath.Path(folder) for folder in argv]
   if not any((folder / FILE).exists() for folder in folders):
-    merged = [reporting.load(workdir) for workdir in argv]
+    split = flags.FLAGS.split
+    merged = [reporting.load(workdir, split) for workdir in argv]
     default = argv[0] if len(argv) == 1 else 'runs/report'
     reporting.write_runs(merged, output or default)
     return

@@ -165,6 +165,7 @@ def about(network='h=2 average', step=3):
     'outer_steps': list(range(step - h + 1, step + 1)),
     'members': h if network.endswith('ensemble') else 1,
     'dataset': 'mnist',
+    'split': 'test',
   }
 
 

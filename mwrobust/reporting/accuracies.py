@@ -14,7 +14,7 @@ from mwrobust.evaluation import Outcomes
 from mwrobust.reporting import paper
 from mwrobust.reporting.document import Part, table, text
 from mwrobust.reporting.runs import METHODS_DIFFER, Run
-from mwrobust.reporting.sections import with_interval
+from mwrobust.reporting.sections import images, with_interval
 
 METHODS = {
   'multiplicative_weights': 'Mult. weights',
@@ -55,7 +55,7 @@ def accuracy_parts(
   rows = rows or tuple(first.accuracies())
   parts = [
     text(
-      f'On {len(first.labels):,} test images. Min is the accuracy under the '
+      f'On {images(first)}. Min is the accuracy under the '
       'worst threat; union counts the images that stay correct under every '
       'threat. Each has its 95 % interval, or ± the standard deviation over '
       'the seeds.'

@@ -92,17 +92,22 @@ class Run(NamedTuple):
     return self.primary.first.settings['outer_steps'][-1]
 
 
-def load(workdir: str | os.PathLike) -> Run:
-  """Reads a run that has been evaluated."""
+def load(workdir: str | os.PathLike, split: str = 'test') -> Run:
+  """Reads a run that has been evaluated on images of a split."""
   workdir = epath.Path(workdir)
   config = config_lib.load(workdir)
   paths = sorted((workdir / 'eval').glob(f'*/{FILE}'))
   found = [load_outcomes(path) for path in paths]
-  found = [outcomes for outcomes in found if outcomes.complete]
+  found = [
+    outcomes
+    for outcomes in found
+    if outcomes.complete and outcomes.settings['split'] == split
+  ]
   groups = _groups(found)
   if not groups:
     raise UserError(
-      f'{workdir} has no evaluation: type {evaluation_command(workdir)}'
+      f'{workdir} has no evaluation on {split} images: type '
+      f'{evaluation_command(workdir)} --config.eval.split={split}'
     )
   own = own_threats(config)
 
@@ -124,7 +129,7 @@ def load(workdir: str | os.PathLike) -> Run:
 def load_outcomes(path: epath.Path) -> Outcomes:
   """Reads an evaluation of a run, whose settings say what it is of."""
   outcomes = Outcomes.load(path)
-  for field in ('network', 'is_output', 'outer_steps'):
+  for field in ('network', 'is_output', 'outer_steps', 'split'):
     if field not in outcomes.settings:
       raise UserError(
         f'{path} cannot be read as an evaluation of a run: its settings have '

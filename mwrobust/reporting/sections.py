@@ -81,7 +81,13 @@ def shown(outcomes: Outcomes, with_protocol: bool = True) -> Part:
   about = f'Network: {network(outcomes)}'
   if with_protocol:
     about += f'; protocol: {protocol(outcomes)}'
-  return text(f'{about}; {len(outcomes.labels):,} test images.', 'shown')
+  return text(f'{about}; {images(outcomes)}.', 'shown')
+
+
+def images(outcomes: Outcomes) -> str:
+  """Returns what was attacked: `'1,000 test images'`."""
+  split = outcomes.settings.get('split', 'test')  # Only runs have others.
+  return f'{len(outcomes.labels):,} {split} images'
 
 
 # ------------------------------------------------------------------ the verdict
@@ -91,7 +97,7 @@ def verdict(outcomes: Outcomes) -> str:
   """Returns the result in one sentence."""
   accuracies = outcomes.accuracies()
   return (
-    f'Of {len(outcomes.labels):,} test images {accuracies["natural"]:.1f} % '
+    f'Of {images(outcomes)} {accuracies["natural"]:.1f} % '
     f'are classified correctly; {accuracies["union"]:.1f} % stay correct '
     f'{whatever(outcomes.threats)}.'
   )
@@ -161,7 +167,7 @@ def verdict_parts(evaluated: Evaluated) -> list[Part]:
       "threat's radius makes the network misclassify it. Min is the accuracy "
       'under the worst threat. Union counts the images that stay correct under '
       'every threat, as an adversary may choose among them. The 95 % interval '
-      'allows for the number of test images: 95 of 100 such intervals contain '
+      'allows for the number of images: 95 of 100 such intervals contain '
       'the accuracy on all images of this kind.'
     ),
     accuracy_table(evaluated.protocols),
@@ -271,7 +277,7 @@ def picture_parts(outcomes: Outcomes) -> list[Part]:
   return [
     picture(
       page.paragraph(
-        'Each test image, and what each threat made of it: the first image '
+        'Each image, and what each threat made of it: the first image '
         'that fooled the network (✗), else the one with the highest loss. '
         'Below, the difference, magnified until its largest entry is black or '
         'white (grey is none), and its l∞ distance in pixels: an image that is '

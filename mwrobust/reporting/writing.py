@@ -143,7 +143,7 @@ def _other_parts(run: Run) -> list[Part]:
   for group in run.others:
     for network, protocols in group.evaluations.items():
       found = tuple(protocols.values())
-      about = f'Network: {network}; {len(found[0].labels):,} test images.'
+      about = f'Network: {network}; {sections.images(found[0])}.'
       parts += [text(about, 'shown'), sections.accuracy_table(found)]
   return parts
 
@@ -161,11 +161,12 @@ def merged_verdict(merged: Sequence[Run]) -> str:
       union, spread = accuracies.mean_and_spread(seeds, 'union')
       over = f' ± {spread:.1f}' if len(seeds) > 1 else ''
       found.append((union, f'{method_title(method)} {union:.1f}{over}'))
-  whatever = sections.whatever(merged[0].primary.first.threats)
+  first = merged[0].primary.first
+  whatever = sections.whatever(first.threats)
   methods = ', '.join(words for _, words in sorted(found, reverse=True))
   return (
-    f'Test images that stay correct {whatever}, in % (protocol {protocol}): '
-    f'{methods}.'
+    f'Of {sections.images(first)} stay correct {whatever}, in % (protocol '
+    f'{protocol}): {methods}.'
   )
 
 

@@ -102,13 +102,14 @@ def _evaluate_network(
   radii: tuple[float, ...] = (1.0,),
   examples: int | None = None,
 ) -> Outcomes:
-  images, labels = (array[:examples] for array in job.data.test)
+  images, labels = (array[:examples] for array in job.evaluated)
   about = {
     'network': network.name,
     'is_output': network.is_output,
     'outer_steps': network.outer_steps,
     'members': len(network.members),
     'dataset': job.data.name,
+    'split': job.config.eval.split,
   }
   # One folder for each evaluation, so that none overwrites another.
   settings = about, protocol, radii, len(labels), job.config.seed
@@ -116,7 +117,8 @@ def _evaluate_network(
   digest = hashlib.sha256(settings.encode()).hexdigest()[:8]
   name = network.name.replace(' ', '_').replace('=', '')
   what = 'the radii' if len(radii) > 1 else f'protocol {protocol}'
-  say(f'Evaluating {network.name}, {what}, {len(labels):,} test images.')
+  images_of = f'{len(labels):,} {job.config.eval.split} images'
+  say(f'Evaluating {network.name}, {what}, {images_of}.')
   return evaluation.evaluate(
     functools.partial(ensemble_logits, job.model),
     images,

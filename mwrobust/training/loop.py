@@ -249,7 +249,7 @@ class _Log(contextlib.AbstractContextManager):
     )
     per_step = train.batch_size * setup.step_gradients(job.config)
     evaluation_cost = setup.evaluation_gradients(
-      job.config, len(job.data.test.labels), job.data.num_classes
+      job.config, len(job.evaluated.labels), job.data.num_classes
     )
     self.progress = Progress(
       job.schedule.steps,

@@ -32,6 +32,7 @@ class Job(NamedTuple):
   Attributes:
     config: see `mwrobust/config.py`.
     data: all examples, in memory.
+    evaluated: those that an evaluation attacks, of `eval.split`.
     model: a linen module.
     names: of the threats.
     policy: who picks the threat of a mini batch.
@@ -50,6 +51,7 @@ class Job(NamedTuple):
 
   config: ml_collections.ConfigDict
   data: data.Dataset
+  evaluated: data.Split
   model: Any
   names: tuple[str, ...]
   policy: Policy
@@ -156,7 +158,7 @@ def evaluation_gradients(
 
 def prepare(config: ml_collections.ConfigDict) -> Job:
   """Loads the data and makes the functions of a run."""
-  dataset = _load_data(config)
+  dataset, evaluated = _load_data(config)
   model = models.create(
     config.model.name,
     num_classes=dataset.num_classes,
@@ -196,6 +198,7 @@ def prepare(config: ml_collections.ConfigDict) -> Job:
   return Job(
     config=config,
     data=dataset,
+    evaluated=evaluated,
     model=model,
     names=tuple(threat.name for threat in threats),
     policy=policy,
@@ -271,37 +274,41 @@ def _check_model(config, model, image_shape: tuple[int, ...]) -> None:
     )
 
 
-def _load_data(config: ml_collections.ConfigDict) -> data.Dataset:
+def _load_data(
+  config: ml_collections.ConfigDict,
+) -> tuple[data.Dataset, data.Split]:
+  """Returns what to train and validate on, and what to evaluate on."""
   dataset = data.load(
     config.data.name,
     directory=config.data.dir,
     validation=config.data.validation,
     seed=config.seed,
   )
-  for name, field, count in (
-    ('train', 'data.train_examples', config.data.train_examples),
-    (
-      'validation',
-      'train.validation_examples',
-      config.train.validation_examples,
-    ),
-    ('test', 'eval.examples', config.eval.examples),
-  ):
+
+  def first(name: str, field: str, count: int) -> data.Split:
     images, labels = getattr(dataset, name)
     if count > len(labels):
       raise UserError(
         f'{field} = {count} is more than the {len(labels)} there are: lower '
         'it, or set 0 for all.'
       )
-    if count:
-      first = data.Split(images[:count], labels[:count])
-      dataset = dataset._replace(**{name: first})
+    return data.Split(images[: count or None], labels[: count or None])
+
+  evaluated = first(config.eval.split, 'eval.examples', config.eval.examples)
+  dataset = dataset._replace(
+    train=first('train', 'data.train_examples', config.data.train_examples),
+    validation=first(
+      'validation',
+      'train.validation_examples',
+      config.train.validation_examples,
+    ),
+  )
   if config.train.batch_size > len(dataset.train.labels):
     raise UserError(
       f'train.batch_size = {config.train.batch_size} is more than the '
       f'{len(dataset.train.labels)} training examples: lower it.'
     )
-  return dataset
+  return dataset, evaluated
 
 
 # ------------------------------------------------------------------ the workdir
