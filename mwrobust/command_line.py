@@ -43,6 +43,11 @@ def config_name() -> str:
   return '-'.join(filter(None, words))
 
 
+def given_fields() -> set[str]:
+  """Returns the fields that `--config.field=value` has set."""
+  return set(config_flags.get_override_values(flags.FLAGS['config']))
+
+
 def run(
   main: Callable[[list[str]], None],
   default_config: Callable[[dict[str, str]], str] | None = None,

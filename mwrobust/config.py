@@ -45,6 +45,8 @@ EPS = {
 # These do not change training, so they may differ between two calls on one
 # workdir. A name that ends with a dot stands for all fields below it.
 FREE_FIELDS = ('eval.', 'train.log_every')
+# A search gives each method its own, beside those of its policy.
+TUNED_FIELDS = ('optimizer.learning_rate', 'train.ramp')
 THREAT_FIELDS = ('space', 'norm', 'eps', 'clip', 'attack')
 # What differs from `config.attack` in the attack of training, by space and
 # norm. Chosen by the loss they reach on trained networks, against 100 steps of

@@ -1,4 +1,4 @@
-"""A trained network as two files that need nothing of ours to be read.
+"""Writes the network of a run as two files; `mwrobust.networks` loads them.
 
   python -m mwrobust.main --mode=export --workdir=RUN
 
@@ -9,17 +9,15 @@ RUN/export/model.json          the model card: config, data, measured figures
 import hashlib
 from collections.abc import Callable
 
-import jax
 import ml_collections
 import numpy as np
-import safetensors.numpy
 from etils import epath
 
 from mwrobust import config as config_lib
+from mwrobust import networks
 from mwrobust.errors import UserError
 from mwrobust.evaluation import Outcomes
 from mwrobust.reporting import runs
-from mwrobust.runtime import files
 from mwrobust.training import evaluation
 from mwrobust.training.setup import prepare, refuse_another_run
 
@@ -82,17 +80,8 @@ def export(
       for name in ('train', 'validation')  # The evaluations name theirs.
     },
   }
-  folder = run.workdir / 'export'
-  tensors = {
-    jax.tree_util.keystr(path, simple=True, separator='/'): np.asarray(leaf)
-    for path, leaf in jax.tree_util.tree_leaves_with_path(variables)
-  }
-  files.write_bytes(
-    folder / 'model.safetensors', safetensors.numpy.save(tensors)
-  )
-  files.write_json(folder / 'model.json', card)
-  for name in ('model.safetensors', 'model.json'):
-    say(str(folder / name))
+  for path in networks.save(run.workdir / 'export' / 'model', variables, card):
+    say(str(path))
 
 
 def _figures(outcomes: Outcomes) -> dict:

@@ -7,7 +7,6 @@ import re
 import shutil
 import subprocess
 import sys
-import warnings
 
 import numpy as np
 import pytest
@@ -56,9 +55,7 @@ def assert_same_logits(run, network, data, monkeypatch):
   (block,) = (block for block in blocks if 'RUN/export' in block)
   monkeypatch.chdir(run.parent)
   names = {'images': data.test.images[:30].astype(np.float32) / 255}
-  with warnings.catch_warnings():  # The README does not close its file.
-    warnings.simplefilter('ignore', ResourceWarning)
-    exec(block.replace('RUN/', f'{run.name}/'), names)
+  exec(block.replace('RUN/', f'{run.name}/'), names)
   # Up to rounding: they were evaluated on two devices, in other batches.
   expected = evaluations_of(run)[network, 'paper'].logits
   np.testing.assert_allclose(names['logits'], expected, 1e-4, atol=1e-6)

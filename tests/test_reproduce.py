@@ -29,6 +29,7 @@ from tiny_run import tiny
 from mwrobust import config, evaluation, reporting, reproduce
 from mwrobust.errors import UserError
 from mwrobust.reporting import paper
+from mwrobust.reproduction import planning, tables
 from mwrobust.runtime.signals import Stop
 from mwrobust.training import loop
 from mwrobust.training.setup import prepare
@@ -47,6 +48,13 @@ NETWORKS = ('h=1', 'h=2 average', 'h=2 ensemble')
 # ------------------------------------------------------------------- the plan
 
 
+def plan(table, shared, seeds, folder, **more):
+  """The plan of a table whose methods have the same seeds."""
+  words = [str(seed) for seed in seeds]
+  by_method = reproduce.seeds_by_method(table, words, ())
+  return tables.plan(table, shared, by_method, folder, **more)
+
+
 @pytest.mark.parametrize(
   ('table', 'methods', 'protocol', 'data'),
   [
@@ -63,14 +71,13 @@ def test_a_plan_has_each_method_with_each_seed(
 ):
   shared = tiny(**{'eval.protocols': ('standard',)})
   before = shared.to_dict()
-  plan = reproduce.TABLES[table]
-  planned = reproduce.plan(plan, shared, [0, 7], tmp_path)
+  planned = plan(tables.TABLES[table], shared, [0, 7], tmp_path)
   assert [(run.method, run.config.seed, run.workdir) for run in planned] == [
     (method, seed, tmp_path / f'{method.replace(" ", "_")}-seed{seed}')
     for method in methods
     for seed in (0, 7)[: 1 if table == 'mnist' and method in SINGLE else 2]
   ]
-  assert plan.config == f'{data}.py'
+  assert tables.TABLES[table].config.startswith(f'{data}.py')
   for run in planned:
     name, _, threat = run.method.partition(' ')
     changed = {
@@ -93,9 +100,12 @@ def test_a_plan_has_each_method_with_each_seed(
 
 
 def test_the_tables_are_those_of_the_paper():
-  for name, table in reproduce.TABLES.items():
-    data = table.config.removesuffix('.py')
-    assert (ROOT / 'configs' / table.config).exists()
+  for name, table in tables.TABLES.items():
+    file, _, _ = table.config.partition(':')
+    assert (ROOT / 'configs' / file).exists()
+    data = file.removesuffix('.py')
+    if table.section == 'comparison':
+      continue
     if name == 'time':
       assert set(table.methods) == set(paper.HOURS[data])
       continue
@@ -115,36 +125,49 @@ def test_the_tables_are_those_of_the_paper():
 @pytest.mark.parametrize('words', [[], [''], ['a'], ['0', '-1'], ['1.5']])
 def test_bad_seeds_are_refused(words):
   with pytest.raises(UserError, match=f'--seeds={",".join(words)}'):
-    reproduce.parse_seeds(words)
+    reproduce.seeds_by_method(tables.TABLES['mnist'], words, ())
 
 
 def test_a_seed_counts_once(tmp_path):
-  assert reproduce.parse_seeds(['2', '0', '2']) == [2, 0]
+  table = tables.TABLES['restarts']
+  found = reproduce.seeds_by_method(table, ['2', '0', '2'], ())
+  assert found == {policy: [2, 0] for policy in POLICIES}
   with pytest.raises(UserError, match='seed = 4294967296'):
-    reproduce.plan(reproduce.TABLES['mnist'], tiny(), [2**32], tmp_path)
+    plan(tables.TABLES['mnist'], tiny(), [2**32], tmp_path)
+
+
+def test_some_methods_may_have_more_seeds():
+  table = tables.TABLES['maini']
+  several = ('multiplicative_weights', 'msd')
+  found = reproduce.seeds_by_method(table, ['3', '1'], several)
+  assert found == {
+    method: [3, 1] if method in several else [3] for method in table.methods
+  }
+  with pytest.raises(UserError, match="--seeds_for = 'mds'"):
+    reproduce.seeds_by_method(table, ['0'], ['mds'])
 
 
 def test_a_table_of_some_methods_keeps_their_order(tmp_path):
-  table = reproduce.TABLES['mnist']
-  some = reproduce.restrict(table, ['single dct_linf', 'greedy'])
-  planned = reproduce.plan(some, tiny(), [0, 1], tmp_path)
+  table = tables.TABLES['mnist']
+  some = tables.restrict(table, ['single dct_linf', 'greedy'])
+  planned = plan(some, tiny(), [0, 1], tmp_path)
   assert [(run.method, run.config.seed) for run in planned] == [
     *(('greedy', 0), ('greedy', 1)),
     ('single dct_linf', 0),
   ]
-  assert reproduce.restrict(table, []) == table
+  assert tables.restrict(table, []) == table
 
 
 def test_a_threat_that_is_not_there_is_refused_before_anything_runs(tmp_path):
   pixels = tiny(**{'threats.only': ('pixel_linf', 'pixel_l2')})
   with pytest.raises(UserError, match=r"policy.threat = 'dct_linf'"):
-    reproduce.plan(reproduce.TABLES['time'], pixels, [0], tmp_path)
+    plan(tables.TABLES['time'], pixels, [0], tmp_path)
 
 
 def test_a_table_of_averages_needs_more_than_one_step(tmp_path):
-  table = reproduce.TABLES['convexity']
+  table = tables.TABLES['convexity']
   with pytest.raises(UserError, match=r'train\.h'):
-    reproduce.plan(table, tiny(**{'train.h': 1}), [0], tmp_path)
+    plan(table, tiny(**{'train.h': 1}), [0], tmp_path)
 
 
 def test_an_ensemble_of_all_is_in_its_table(tmp_path):
@@ -154,7 +177,7 @@ def test_an_ensemble_of_all_is_in_its_table(tmp_path):
   ]
   fields = {'algorithm': 'ensemble', 'data.name': 'mnist5k'}
   run = reporting.load(make_run(tmp_path / 'run', evaluations, **fields))
-  _, parts = reproduce.accuracy_section(reproduce.TABLES['mnist'], [run])
+  _, parts = tables.accuracy_section(tables.TABLES['mnist'], [run])
   (ours,) = tables_of('\n\n'.join(part.markdown for part in parts))
   assert run.output == 'h=3 ensemble'
   assert list(ours['min']) == ['accuracy, %', 'h=1', 'h=3 ensemble']
@@ -164,10 +187,10 @@ def test_a_run_of_another_config_is_refused_before_anything_runs(
   tiny_run, tmp_path
 ):
   """Not after days of training what comes before it."""
-  planned = reproduce.plan(reproduce.TABLES['mnist'], tiny(), [0], tmp_path)
+  planned = plan(tables.TABLES['mnist'], tiny(), [0], tmp_path)
   copy_run(tiny_run, planned[-1].workdir, **{'train.T': 4})
   with pytest.raises(UserError, match=r'train\.T: 4 there, 3 here'):
-    reproduce.describe_plan(planned)
+    planning.describe(planned)
 
 
 # ------------------------------------------------------------------- the costs
@@ -254,7 +277,7 @@ def rehearsed(tmp_path_factory):
 @pytest.mark.parametrize('method', [m for m in REHEARSED if m != 'greedy'])
 def test_the_cost_of_training_is_what_training_counts(rehearsed, method):
   config, last, _ = rehearsed[method]
-  training, _ = reproduce.gradient_evaluations(config)
+  training, _ = planning.gradient_evaluations(config)
   # For round robin too: 18 mini batches are three for each of six threats.
   assert training == last['gradient_evaluations']
 
@@ -264,12 +287,12 @@ def test_methods_of_one_budget_cost_the_same(tmp_path):
   budget = 100_000
   for method in REHEARSED:
     config = rehearsal(method, **{'train.budget': budget})
-    training, _ = reproduce.gradient_evaluations(config)
+    training, _ = planning.gradient_evaluations(config)
     # The longest is that of avg: all attacks, and six images to train on.
     assert budget - 3 * 20 * (4 * 3 + 2 * 7 + 6) < training <= budget
   config = rehearsal('single dct_l1', **{'train.budget': budget})
   last = rehearse(config, tmp_path / 'run')
-  training, _ = reproduce.gradient_evaluations(config)
+  training, _ = planning.gradient_evaluations(config)
   assert last['gradient_evaluations'] == training
 
 
@@ -277,12 +300,12 @@ def test_a_budget_that_is_too_small_is_refused():
   """Before anything runs."""
   config = rehearsal('round_robin', **{'train.budget': 100})
   with pytest.raises(UserError, match=r'train\.budget = 100'):
-    reproduce.gradient_evaluations(config)
+    planning.gradient_evaluations(config)
 
 
 def test_the_cost_of_greedy_has_a_validation_more(rehearsed):
   config, last, _ = rehearsed['greedy']
-  training, _ = reproduce.gradient_evaluations(config)
+  training, _ = planning.gradient_evaluations(config)
   validation = 4 * 30 * (4 * 3 + 2 * 7)
   # All losses are alike here, and the first of them takes 3 steps.
   assert last['gradient_evaluations'] == validation + 18 * 20 * (3 + 1)
@@ -300,21 +323,21 @@ def test_weights_of_round_robin_are_the_shares_it_trains(rehearsed):
 
 def test_training_without_attacks_costs_no_attacks():
   natural = tiny(method='natural')
-  training, _ = reproduce.gradient_evaluations(natural)
+  training, _ = planning.gradient_evaluations(natural)
   assert training == 18 * 20 + 3 * 30 * 12
 
 
 def test_an_outer_step_may_be_a_part_of_an_epoch():
   half = tiny(**{'train.r': 0.5})
-  assert prepare(half).schedule == (6, 3, 9)
-  training, _ = reproduce.gradient_evaluations(half)
+  assert prepare(half).schedule[:3] == (6, 3, 9)
+  training, _ = planning.gradient_evaluations(half)
   assert training == 9 * 20 * (2 + 1) + 3 * 30 * 12
   least = tiny(**{'train.r': 0.01})  # A mini batch at least.
   assert prepare(least).schedule.steps_per_outer_step == 1
 
 
 def test_the_cost_of_the_tiny_run(tiny_run):
-  training, cost = reproduce.gradient_evaluations(tiny())
+  training, cost = planning.gradient_evaluations(tiny())
   # All threats take two steps there, so it is known before who is chosen.
   assert training == logged(tiny_run, 'outer')[-1]['gradient_evaluations']
   full = {
@@ -335,7 +358,7 @@ def test_the_cost_of_the_tiny_run(tiny_run):
 def test_the_cost_of_the_paper():
   theirs = config.preset('paper', 'mnist')
   theirs.eval.protocols = ('paper-20',)
-  training, cost = reproduce.gradient_evaluations(theirs)
+  training, cost = planning.gradient_evaluations(theirs)
   steps = 4 * 10 + 2 * 20
   assert training == (
     60 * 54_000 * steps / 6  # The attacks, half of them the longer ones.
@@ -352,34 +375,35 @@ def test_the_cost_of_the_paper():
   theirs.train.h = 1
   theirs.eval.curve_examples = 0
   theirs.eval.protocols = ('paper', 'fast')
-  _, cost = reproduce.gradient_evaluations(theirs)
+  _, cost = planning.gradient_evaluations(theirs)
   assert cost == round(10_000 * (once + fast))
 
 
 def test_the_cost_of_an_ensemble_of_all():
   """Of T networks, beside the last one."""
   ensemble = tiny(algorithm='ensemble', **{'train.T': 5})
-  _, cost = reproduce.gradient_evaluations(ensemble)
+  _, cost = planning.gradient_evaluations(ensemble)
   assert cost == (1 + 5) * 30 * ONCE
 
 
-def rows_of_plan(planned, monkeypatch):
-  """By run: the status, and what is left in thousands of gradients."""
-  monkeypatch.setattr(reproduce, 'seconds_per_gradient', lambda config: 3.6)
-  (table,) = tables_of(reproduce.describe_plan(planned))
-  return {
-    pathlib.Path(name).name: (cells['status'], float(cells['hours left']))
+def rows_of_plan(planned):
+  """By run: the status, and what is left in gradients."""
+  text, left = planning.describe(planned)
+  (table,) = tables_of(text)
+  rows = {
+    pathlib.Path(name).name: (
+      cells['status'],
+      int(cells['left'].replace(',', '')),
+    )
     for name, cells in table.items()
   }
+  assert left == sum(count for _, count in rows.values())
+  return rows
 
 
-def left(gradients):
-  return pytest.approx(gradients / 1000, abs=0.0051)
-
-
-def test_what_is_left_is_what_is_not_done(tiny_run, tmp_path, monkeypatch):
-  table = reproduce.TABLES['convexity']
-  planned = reproduce.plan(table, tiny(), range(4), tmp_path)
+def test_what_is_left_is_what_is_not_done(tiny_run, tmp_path):
+  table = tables.TABLES['convexity']
+  planned = plan(table, tiny(), range(4), tmp_path)
   workdirs = [run.workdir for run in planned]
   for seed, workdir in enumerate(workdirs[1:], start=1):
     copy_run(tiny_run, workdir, seed=seed)
@@ -389,49 +413,49 @@ def test_what_is_left_is_what_is_not_done(tiny_run, tmp_path, monkeypatch):
   (workdirs[2] / 'metrics.jsonl').write_text(f'{lines[0]}\n')
   done = json.loads(lines[0])['gradient_evaluations']
   shutil.rmtree(workdirs[3] / 'eval')
-  training, cost = reproduce.gradient_evaluations(planned[0].config)
+  training, cost = planning.gradient_evaluations(planned[0].config)
   name = 'multiplicative_weights-seed'
-  assert rows_of_plan(planned, monkeypatch) == {
-    f'{name}0': ('new', left(training + cost)),
+  assert rows_of_plan(planned) == {
+    f'{name}0': ('new', training + cost),
     f'{name}1': ('done', 0),
-    f'{name}2': ('begun', left(training + cost - done)),
-    f'{name}3': ('begun', left(cost)),
+    f'{name}2': ('begun', round(training + cost - done)),
+    f'{name}3': ('begun', cost),
   }
 
 
-def status_of(planned, monkeypatch):
-  ((status, _),) = rows_of_plan([planned], monkeypatch).values()
+def status_of(planned):
+  ((status, _),) = rows_of_plan([planned]).values()
   return status
 
 
 def test_a_run_is_done_when_all_that_the_table_shows_is_there(
-  tiny_run, tmp_path, monkeypatch
+  tiny_run, tmp_path
 ):
-  table = reproduce.TABLES['convexity']
+  table = tables.TABLES['convexity']
 
   def planned(table=table, **changes):
-    (run,) = reproduce.plan(table, tiny(**changes), [0], tmp_path)
+    (run,) = plan(table, tiny(**changes), [0], tmp_path)
     return run
 
   workdir = planned().workdir
   copy_run(tiny_run, workdir)
-  assert status_of(planned(), monkeypatch) == 'done'
+  assert status_of(planned()) == 'done'
   # Other protocols, test images and threats need other evaluations.
   more = table._replace(protocol='paper-20')
-  assert status_of(planned(more), monkeypatch) == 'begun'
+  assert status_of(planned(more)) == 'begun'
   fewer = planned(**{'eval.examples': 20})
-  assert status_of(fewer, monkeypatch) == 'begun'
+  assert status_of(fewer) == 'begun'
   with_curve = planned(**{'eval.curve_examples': 5})
-  assert status_of(with_curve, monkeypatch) == 'begun'
+  assert status_of(with_curve) == 'begun'
   (workdir / 'eval' / 'any').mkdir()
   threats = config.make_threats(planned().config)
   curve = make_outcomes(
     threats, protocol='fast', count=5, radii=(1.0, 4.0), **about()
   )
   curve.save(workdir / 'eval' / 'any' / evaluation.FILE)
-  assert status_of(with_curve, monkeypatch) == 'done'
+  assert status_of(with_curve) == 'done'
   remove_evaluations(workdir, lambda s: s['network'] == 'h=2 ensemble')
-  assert status_of(planned(), monkeypatch) == 'begun'
+  assert status_of(planned()) == 'begun'
 
 
 @pytest.mark.parametrize(
@@ -439,30 +463,30 @@ def test_a_run_is_done_when_all_that_the_table_shows_is_there(
   [('eps', 2.0), ('clip', 'strict'), ('norm', 'linf'), ('space', 'haar')],
 )
 def test_an_evaluation_under_other_threats_does_not_count(
-  field, value, tiny_run, tmp_path, monkeypatch
+  field, value, tiny_run, tmp_path
 ):
   """Whatever of them is another under the same name."""
 
   def alter(outcomes):
     outcomes.settings['threats'][1][field] = value
 
-  table = reproduce.TABLES['convexity']
-  (planned,) = reproduce.plan(table, tiny(), [0], tmp_path)
+  table = tables.TABLES['convexity']
+  (planned,) = plan(table, tiny(), [0], tmp_path)
   copy_run(tiny_run, planned.workdir, alter)
-  assert status_of(planned, monkeypatch) == 'begun'
+  assert status_of(planned) == 'begun'
 
 
 def test_an_evaluation_that_was_interrupted_needs_no_training(
-  tiny_run, tmp_path, monkeypatch
+  tiny_run, tmp_path
 ):
-  table = reproduce.TABLES['convexity']
-  planned = reproduce.plan(table, tiny(), [0], tmp_path)
+  table = tables.TABLES['convexity']
+  planned = plan(table, tiny(), [0], tmp_path)
   copy_run(tiny_run, planned[0].workdir)
   remove_evaluations(planned[0].workdir, lambda s: s['network'] != 'h=1')
-  _, cost = reproduce.gradient_evaluations(planned[0].config)
-  ((status, hours),) = rows_of_plan(planned, monkeypatch).values()
+  _, cost = planning.gradient_evaluations(planned[0].config)
+  ((status, count),) = rows_of_plan(planned).values()
   assert status == 'begun'
-  assert hours <= cost / 1000 + 0.0051
+  assert count <= cost
 
 
 # --------------------------------------------------------------------- the time
@@ -471,7 +495,7 @@ def test_an_evaluation_that_was_interrupted_needs_no_training(
 def timed_runs(table, folder, seconds, **fields):
   """The runs of a table, which took so long by method and seed."""
   found = []
-  for run in reproduce.plan(table, tiny(), [0, 1], folder):
+  for run in plan(table, tiny(), [0, 1], folder):
     make_run(
       run.workdir,
       **fields,
@@ -491,7 +515,7 @@ def timed_runs(table, folder, seconds, **fields):
 
 
 def test_hours_are_compared_with_those_of_one_threat(tmp_path):
-  table = reproduce.TABLES['time']
+  table = tables.TABLES['time']
   seconds = {
     'single pixel_linf': (3600, 7200),
     'single dct_linf': (3000, 4200),
@@ -511,7 +535,7 @@ def test_hours_are_compared_with_those_of_one_threat(tmp_path):
 
   def rows_of(name, **fields):
     found = timed_runs(table, tmp_path / name, seconds, **fields)
-    heading, (part, *others) = reproduce.time_section(table, found)
+    heading, (part, *others) = tables.time_section(table, found)
     assert heading == 'Training time'
     (rows,) = tables_of(part.markdown)
     assert list(rows) == [titles[method] for method in table.methods]
@@ -627,7 +651,7 @@ def test_only_what_is_missing_is_trained(made, tiny_run):
     workdir = results / f'{method.replace(" ", "_")}-seed0'
     status = json.loads((workdir / 'status.json').read_text())
     assert status == {'status': 'done'}
-    assert f'{workdir}\n' in result.stdout
+    assert (f'{workdir}\n' in result.stdout) == (workdir != finished)
 
 
 def test_a_made_table_is_written_thrice(made):
@@ -683,7 +707,7 @@ def test_the_cost_of_a_made_table_was_known_before(made):
   results, _, _ = made
   for policy in POLICIES:
     shared = tiny(method=policy)
-    training, _ = reproduce.gradient_evaluations(shared)
+    training, _ = planning.gradient_evaluations(shared)
     last = logged(results / f'{policy}-seed0', 'outer')[-1]
     assert training == last['gradient_evaluations']
 

@@ -13,7 +13,7 @@ from mwrobust import config as config_lib
 from mwrobust.evaluation import Outcomes
 from mwrobust.reporting import paper
 from mwrobust.reporting.document import Part, table, text
-from mwrobust.reporting.runs import METHODS_DIFFER, Run
+from mwrobust.reporting.runs import SEEDS_DIFFER, Run
 from mwrobust.reporting.sections import images, with_interval
 
 METHODS = {
@@ -52,7 +52,7 @@ def accuracy_parts(
     rows: of the tables; all there are by default.
   """
   first = merged[0].primary.first
-  rows = rows or tuple(first.accuracies())
+  rows = rows or ('union', 'min', *first.threats, 'natural')
   parts = [
     text(
       f'On {images(first)}. Min is the accuracy under the '
@@ -177,7 +177,7 @@ def other_fields(config: ml_collections.ConfigDict) -> str:
     f'{field} {ours.get(field)} (paper: {theirs.get(field)})'
     for field in sorted(ours | theirs)
     if ours.get(field) != theirs.get(field)
-    and not field.startswith((*METHODS_DIFFER, 'preset'))
+    and not field.startswith((*SEEDS_DIFFER, 'method', 'policy.', 'preset'))
   ]
   return f'It differs in {"; ".join(differing)}. ' if differing else ''
 

@@ -17,7 +17,10 @@ from mwrobust.reporting.sections import Evaluated
 # Config fields in which the seeds of one method may differ, and those in which
 # methods may. A name that ends with a dot stands for all fields below it.
 SEEDS_DIFFER = (*config_lib.FREE_FIELDS, 'seed', 'data.dir')
-METHODS_DIFFER = (*SEEDS_DIFFER, 'method', 'policy.')
+METHODS_DIFFER = (
+  *SEEDS_DIFFER,
+  *('method', 'policy.', *config_lib.TUNED_FIELDS),
+)
 
 
 class Group(NamedTuple):
@@ -92,8 +95,19 @@ class Run(NamedTuple):
     return self.primary.first.settings['outer_steps'][-1]
 
 
-def load(workdir: str | os.PathLike, split: str = 'test') -> Run:
-  """Reads a run that has been evaluated on images of a split."""
+def load(
+  workdir: str | os.PathLike, split: str = 'test', examples: int = 0
+) -> Run:
+  """Reads a run that has been evaluated.
+
+  Args:
+    workdir: of the run.
+    split: of its evaluations.
+    examples: of its evaluations, beside curves; 0 for any number.
+
+  Returns:
+    The run, without its other evaluations.
+  """
   workdir = epath.Path(workdir)
   config = config_lib.load(workdir)
   paths = sorted((workdir / 'eval').glob(f'*/{FILE}'))
@@ -101,7 +115,13 @@ def load(workdir: str | os.PathLike, split: str = 'test') -> Run:
   found = [
     outcomes
     for outcomes in found
-    if outcomes.complete and outcomes.settings['split'] == split
+    if outcomes.complete
+    and outcomes.settings['split'] == split
+    and (
+      not examples
+      or len(outcomes.labels) == examples
+      or len(outcomes.settings['radii']) > 1
+    )
   ]
   groups = _groups(found)
   if not groups:

@@ -103,6 +103,10 @@ def write_json(path: str | os.PathLike, value: Any) -> None:
   write_bytes(path, text.encode())
 
 
+class InUse(UserError):  # noqa: N818
+  """Another process works in the folder."""
+
+
 @contextlib.contextmanager
 def locked(folder: str | os.PathLike) -> Iterator[None]:
   """Keeps other processes out of a folder while this one works in it.
@@ -116,7 +120,8 @@ def locked(folder: str | os.PathLike) -> Iterator[None]:
     folder: created if it is missing.
 
   Raises:
-    UserError: another process works in the folder, or it cannot be written.
+    InUse: another process works in the folder.
+    UserError: it cannot be written.
   """
   if is_in_bucket(folder) or not devices.is_first_process():
     yield
@@ -142,7 +147,7 @@ def _open_locked(path: epath.Path) -> TextIO:
       try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
       except BlockingIOError as error:
-        raise UserError(_held(path, file)) from error
+        raise InUse(_held(path, file)) from error
       # The last holder may have removed the file since it was opened here: then
       # the lock is on a file that nobody else can see.
       with contextlib.suppress(FileNotFoundError):

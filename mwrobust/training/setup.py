@@ -75,39 +75,40 @@ class Schedule(NamedTuple):
     steps_per_epoch: whole mini batches in the training data.
     steps_per_outer_step: between two updates of the policy.
     steps: in all.
+    gradients: that training takes, with its validations. It is not known which
+      threats a policy will choose, so all count alike.
   """
 
   steps_per_epoch: int
   steps_per_outer_step: int
   steps: int
+  gradients: float
 
 
 def make_schedule(
   config: ml_collections.ConfigDict, train_size: int, validation_size: int
 ) -> Schedule:
-  """Makes T outer steps of r epochs, or as long as `train.budget` lasts.
-
-  A policy that picks one threat is counted as if it picked all alike.
-  """
+  """Makes T outer steps of r epochs, or as long as `train.budget` lasts."""
   train = config.train
   steps_per_epoch = train_size // train.batch_size
-  if not train.budget:
-    steps = max(1, round(train.r * steps_per_epoch))
-    return Schedule(steps_per_epoch, steps, train.T * steps)
   per_step = train.batch_size * step_gradients(config)
-  first = config_lib.make_policy(config).validates_first
-  validation = validation_size * validation_gradients(config)
-  left = train.budget - (train.T + first) * validation
-  steps = int(left / train.T / per_step)
+  validations = train.T + config_lib.make_policy(config).validates_first
+  validating = validations * validation_size * validation_gradients(config)
+  if train.budget:
+    steps = int((train.budget - validating) / train.T / per_step)
+  else:
+    steps = max(1, round(train.r * steps_per_epoch))
   if steps < 1:
-    least = train.T * per_step + (train.T + first) * validation
     raise UserError(
       f'train.budget = {train.budget} is too small for train.T = {train.T} '
-      f'outer steps: they take at least {least:,.0f} gradient evaluations, '
-      'with their validations. Raise it, or lower train.T or '
-      'train.validation_examples.'
+      f'outer steps: they take at least {train.T * per_step + validating:,.0f} '
+      'gradient evaluations, with their validations. Raise it, or lower '
+      'train.T or train.validation_examples.'
     )
-  return Schedule(steps_per_epoch, steps, train.T * steps)
+  in_all = train.T * steps
+  return Schedule(
+    steps_per_epoch, steps, in_all, in_all * per_step + validating
+  )
 
 
 def step_gradients(config: ml_collections.ConfigDict) -> float:

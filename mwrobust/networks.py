@@ -1,0 +1,87 @@
+"""Networks as two files that need neither this project's runs nor Orbax.
+
+  from mwrobust import networks
+
+  logits_fn, params, card = networks.load('results/networks/maini-mw')
+  evaluation.evaluate(logits_fn, images, labels, threats, params=params)
+
+NAME.safetensors   the parameters
+NAME.json          the model card: config, data, measured figures
+"""
+
+import functools
+import json
+import os
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import numpy as np
+import safetensors.numpy
+from etils import epath
+from flax import traverse_util
+
+from mwrobust import models
+from mwrobust.errors import UserError
+from mwrobust.runtime import files
+
+Variables = Mapping[str, Any]
+
+
+def load(
+  path: str | os.PathLike,
+) -> tuple[Callable[[Variables, jax.Array], jax.Array], Variables, dict]:
+  """Loads a network that was exported.
+
+  Args:
+    path: of its files, without their suffixes.
+
+  Returns:
+    `logits_fn(params, images)`, for float32 images [B, H, W, C] in [0, 1]; its
+    parameters; and the model card, which has the threats and figures.
+  """
+  of_tensors, of_card = paths = _paths(path)
+  for each in paths:
+    if not each.exists():
+      raise UserError(
+        f'There is no {each}: give the path of a network without its suffix.'
+      )
+  card = json.loads(of_card.read_text())
+  model, spec = card['config']['model'], card['input']
+  module = models.create(
+    model['name'],
+    num_classes=card['classes'],
+    mean=spec['mean'],
+    std=spec['std'],
+    **model['options'],
+  )
+  params = traverse_util.unflatten_dict(
+    safetensors.numpy.load(of_tensors.read_bytes()), sep='/'
+  )
+  return functools.partial(_logits, module), params, card
+
+
+def _logits(module: Any, params: Variables, images: jax.Array) -> jax.Array:
+  return module.apply(params, images, train=False)
+
+
+def save(
+  path: str | os.PathLike, params: Variables, card: Mapping[str, Any]
+) -> tuple[epath.Path, epath.Path]:
+  """Writes a network and its model card, and returns where."""
+  tensors = {
+    jax.tree_util.keystr(path, simple=True, separator='/'): np.asarray(leaf)
+    for path, leaf in jax.tree_util.tree_leaves_with_path(params)
+  }
+  of_tensors, of_card = paths = _paths(path)
+  files.write_bytes(of_tensors, safetensors.numpy.save(tensors))
+  files.write_json(of_card, card)
+  return paths
+
+
+def _paths(path: str | os.PathLike) -> tuple[epath.Path, epath.Path]:
+  """Returns the paths of the parameters and of the card."""
+  path = epath.Path(path)
+  return tuple(
+    path.with_name(path.name + suffix) for suffix in ('.safetensors', '.json')
+  )

@@ -1,0 +1,258 @@
+"""The runs that a table needs: what they cost, and making those missing."""
+
+import functools
+import json
+import math
+import time
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import ml_collections
+from etils import epath
+
+from mwrobust import config as config_lib
+from mwrobust import data as data_lib
+from mwrobust import models
+from mwrobust.errors import UserError
+from mwrobust.reporting import document, runs
+from mwrobust.runtime import files
+from mwrobust.runtime.progress import format_duration
+from mwrobust.training import loop, setup
+
+WAIT = 20.0  # Seconds between two looks at runs that other processes make.
+
+
+class PlannedRun(NamedTuple):
+  """A run that a table needs.
+
+  Attributes:
+    method: with its threat, if that is the only one: `'single dct_l1'`.
+    config: of the run.
+    workdir: of the run.
+  """
+
+  method: str
+  config: ml_collections.ConfigDict
+  workdir: epath.Path
+
+
+def make_config(
+  shared: ml_collections.ConfigDict, method: str, **fields
+) -> ml_collections.ConfigDict:
+  """Returns a checked copy of a config with a method and other fields."""
+  config = shared.copy_and_resolve_references()
+  config.method, _, threat = method.partition(' ')
+  config.policy.threat = threat or config.policy.threat
+  config.update_from_flattened_dict(fields)
+  config_lib.validate(config)
+  return config
+
+
+# ------------------------------------------------------------------- the costs
+
+
+def gradient_evaluations(
+  config: ml_collections.ConfigDict,
+) -> tuple[int, int]:
+  """Estimates the gradients that training and evaluating take.
+
+  It is not known which examples will fall, so the evaluation is an upper bound.
+  """
+  outline = _outline(config)
+  schedule = setup.make_schedule(
+    config,
+    config.data.train_examples or outline.train,
+    config.train.validation_examples or outline.validation,
+  )
+  evaluation = setup.evaluation_gradients(
+    config, _evaluated_examples(config), outline.num_classes
+  )
+  return round(schedule.gradients), round(evaluation)
+
+
+def _outline(config: ml_collections.ConfigDict) -> data_lib.Outline:
+  return data_lib.outline(config.data.name, config.data.dir)
+
+
+def _evaluated_examples(config: ml_collections.ConfigDict) -> int:
+  return config.eval.examples or getattr(_outline(config), config.eval.split)
+
+
+def seconds_per_gradient(config: ml_collections.ConfigDict) -> float:
+  """Measures a few gradients of the network at its batch size."""
+  outline = _outline(config)
+  shape = outline.shape
+  channels = shape[-1]
+  model = models.create(
+    config.model.name,
+    num_classes=outline.num_classes,
+    mean=(0.5,) * channels,
+    std=(0.5,) * channels,
+    **config.model.options,
+  )
+  images = jnp.full((config.train.batch_size, *shape), 0.5)
+  shapes = jax.eval_shape(
+    functools.partial(model.init, train=False), jax.random.key(0), images[:1]
+  )
+  variables = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
+
+  @jax.jit
+  @functools.partial(jax.grad, argnums=1)
+  def probe(variables, images):
+    logits = model.apply(variables, images, train=False)
+    return jax.nn.log_softmax(logits)[:, 0].sum()
+
+  probe(variables, images).block_until_ready()  # Compiles.
+  times = []
+  while not times or (len(times) < 5 and sum(times) < 1):
+    start = time.perf_counter()
+    probe(variables, images).block_until_ready()
+    times.append(time.perf_counter() - start)
+  return min(times) / len(images)
+
+
+# -------------------------------------------------------------------- the plan
+
+
+def status(run: PlannedRun) -> tuple[str, float]:
+  """Returns how far a run is, and the gradients its training has taken.
+
+  It is `'new'`, `'begun'`, `'diverged'` or `'done'`.
+  """
+  if not (run.workdir / 'config.json').exists():
+    return 'new', 0
+  last = (runs.read_metrics(run.workdir) or [{'gradient_evaluations': 0}])[-1]
+  whole = last.get('outer_step') == run.config.train.T
+  trained = math.inf if whole else last['gradient_evaluations']
+  if _has_diverged(run):
+    return 'diverged', trained
+  try:
+    loaded = load(run)
+  except UserError:
+    return 'begun', trained
+  output = 'ensemble' if run.config.algorithm == 'ensemble' else 'average'
+  is_done = (
+    loaded.outer_step == run.config.train.T
+    and all(
+      run.config.eval.protocols == tuple(loaded.evaluations.get(network, {}))
+      for network in (
+        config_lib.network_name(kind, run.config)
+        for kind in (output, *run.config.eval.others)
+      )
+    )
+    and runs.threats_of(loaded.primary.first) == runs.own_threats(run.config)
+    and (loaded.output in loaded.curves or not run.config.eval.curve_examples)
+  )
+  return 'done' if is_done else 'begun', trained
+
+
+def _has_diverged(run: PlannedRun) -> bool:
+  path = run.workdir / 'status.json'
+  return path.exists() and (
+    json.loads(path.read_text())['status'] == 'diverged'
+  )
+
+
+def load(run: PlannedRun) -> runs.Run:
+  """Reads a run, with the protocols of its plan.
+
+  The same run may serve other tables, with other protocols and images.
+  """
+  if _has_diverged(run):
+    raise UserError(
+      f'{run.workdir} has diverged: choose other settings in another folder, '
+      f'or leave {run.method} out by --methods.'
+    )
+  wanted = run.config.eval
+  count = _evaluated_examples(run.config)
+  loaded = runs.load(run.workdir, wanted.split, count)
+  evaluations = {
+    network: {
+      protocol: by_protocol[protocol]
+      for protocol in wanted.protocols
+      if protocol in by_protocol
+    }
+    for network, by_protocol in loaded.evaluations.items()
+  }
+  evaluations = {name: found for name, found in evaluations.items() if found}
+  return loaded._replace(
+    primary=loaded.primary._replace(evaluations=evaluations)
+  )
+
+
+def describe(planned: Sequence[PlannedRun]) -> tuple[str, int]:
+  """Describes the runs with their cost.
+
+  Refuses, before the first of them begins, a workdir with another run in it.
+
+  Returns:
+    The description, and the gradient evaluations that are left.
+  """
+  for run in planned:
+    setup.refuse_another_run(run.workdir, run.config)
+  rows, left = [], 0
+  for run in planned:
+    training, evaluation = gradient_evaluations(run.config)
+    word, trained = status(run)
+    remaining = 0
+    if word not in ('done', 'diverged'):
+      remaining = round(max(0, training - trained) + evaluation)
+    left += remaining
+    costs = (f'{cost:,}' for cost in (training, evaluation, remaining))
+    rows.append([str(run.workdir), word, *costs])
+  header = ['run', 'status', 'training', 'evaluation', 'left']
+  return (
+    document.markdown_table(header, rows)
+    + '\n\nIn gradient evaluations, one image once forward and back. The '
+    'evaluation takes less if images fall early.'
+  ), left
+
+
+def announce(planned: Sequence[PlannedRun], say: Callable[[str], None]) -> None:
+  """Says what the plan is and then, as compiling may last, how long it takes.
+
+  Args:
+    planned: the runs.
+    say: prints a text.
+  """
+  text, left = describe(planned)
+  say(text)
+  seconds = seconds_per_gradient(planned[0].config)
+  say(
+    f'{1 / seconds:,.0f} of them a second in a probe on one device, '
+    f'{jax.devices()[0].device_kind}: at most about '
+    f'{format_duration(left * seconds)} left in all.'
+  )
+
+
+# -------------------------------------------------------------------- the runs
+
+
+def make_missing(
+  planned: Sequence[PlannedRun], say: Callable[[str], None]
+) -> None:
+  """Trains and evaluates what is not there yet; resumes what is begun.
+
+  Several processes may do this at once: a run that another one is making is
+  left to it, and waited for at the end. A run that diverges is left as it is.
+  """
+  numbers = {run.workdir: number for number, run in enumerate(planned, 1)}
+  left = list(planned)
+  while left:
+    in_use = []
+    for run in left:
+      if status(run)[0] in ('done', 'diverged'):
+        continue
+      say(f'\n---- run {numbers[run.workdir]} of {len(planned)}: {run.workdir}')
+      try:
+        loop.train_and_evaluate(run.config, str(run.workdir), say)
+      except files.InUse as error:
+        say(f'{error}')
+        in_use.append(run)
+      except loop.Diverged as error:
+        say(f'{error}')
+    if in_use == left:
+      time.sleep(WAIT)
+    left = in_use

@@ -1,0 +1,345 @@
+"""The tables: which runs each needs, and what it shows of them."""
+
+import statistics
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import ml_collections
+from etils import epath
+
+from mwrobust import config as config_lib
+from mwrobust.errors import UserError, check_choice
+from mwrobust.reporting import accuracies, document, paper, runs, training
+from mwrobust.reporting.sections import images
+from mwrobust.reporting.writing import check_parts
+from mwrobust.reproduction import chosen as chosen_lib
+from mwrobust.reproduction.planning import PlannedRun, make_config
+from mwrobust.runtime import files
+
+
+class TablePlan(NamedTuple):
+  """A table.
+
+  Attributes:
+    methods: those it needs, and what is shown of each beside its output, as
+      `config.eval.others` has it.
+    rows: what is shown of these; () for all.
+    protocol: one that it needs, beside those of `config.eval.protocols`.
+    config: the file its setting is in.
+    one_seed: methods of which the first seed is enough.
+    section: what it shows: `'accuracy'`, a table for each protocol and the
+      paper's beside it; `'comparison'`, one table with what training took; or
+      `'time'`.
+    fields: of the config, where the command line does not give them.
+  """
+
+  methods: Mapping[str, tuple[str, ...]]
+  rows: tuple[str, ...] = ()
+  protocol: str = 'paper'
+  config: str = 'mnist.py'
+  one_seed: tuple[str, ...] = ()
+  section: str = 'accuracy'
+  fields: Mapping[str, Any] = {}
+
+
+_POLICIES = {
+  'greedy': ('last',),
+  'round_robin': ('last',),
+  'multiplicative_weights': ('last', 'ensemble'),
+}
+_SINGLE = {'single pixel_linf': ('last',), 'single dct_linf': ('last',)}
+RIVALS = (
+  *('multiplicative_weights', 'round_robin', 'uniform', 'greedy', 'e_at'),
+  *('ucb', 'max', 'avg', 'msd'),
+)
+# All methods of a comparison get the same budget, and the same test images.
+_COMPARISON = TablePlan(
+  dict.fromkeys(RIVALS, ()),
+  section='comparison',
+  fields={
+    'train.budget': 30_000_000,
+    'eval.examples': 1000,
+    'eval.curve_examples': 0,
+  },
+)
+_TWO = _COMPARISON._replace(methods=dict.fromkeys(RIVALS[:2], ()))
+TABLES = {
+  'maini': _COMPARISON._replace(config='mnist.py:maini,cnn'),
+  'balanced': _COMPARISON._replace(config='mnist.py:balanced,cnn'),
+  'released': _TWO._replace(config='mnist.py:released,cnn'),
+  'paper': _TWO._replace(config='mnist.py:cnn'),
+  # Those of the paper. With --config=configs/cifar10.py it is the paper's own.
+  'cifar10': TablePlan(_POLICIES, config='cifar10.py:small'),
+  # Beyond the paper's, to see what training against one threat is worth.
+  'mnist': TablePlan(
+    _POLICIES | dict.fromkeys(_SINGLE, ()), one_seed=tuple(_SINGLE)
+  ),
+  'tradeoff': TablePlan(
+    _SINGLE, ('pixel_linf', 'dct_linf', 'natural'), config='cifar10.py'
+  ),
+  'restarts': TablePlan(_POLICIES, protocol='paper-20'),
+  'time': TablePlan(dict.fromkeys(_SINGLE | _POLICIES, ()), section='time'),
+  'convexity': TablePlan({'multiplicative_weights': ('ensemble',)}),
+}
+
+
+def plan(
+  table: TablePlan,
+  config: ml_collections.ConfigDict,
+  seeds: Mapping[str, Sequence[int]],
+  folder: epath.Path,
+  *,
+  chosen: Mapping[str, Mapping[str, Any]] | None = None,
+  given: Collection[str] = (),
+) -> list[PlannedRun]:
+  """Plans the runs of a table.
+
+  Args:
+    table: what to make.
+    config: what all runs share.
+    seeds: by method.
+    folder: of their workdirs.
+    chosen: by method, fields of its own; see `chosen.CHOSEN`.
+    given: fields that stay as the config has them.
+  """
+  if table == TABLES['convexity'] and config_lib.window(config) == 1:
+    raise UserError('This table is about averages: it needs train.h > 1.')
+  planned = []
+  for method, others in table.methods.items():
+    fields = {**table.fields, **(chosen or {}).get(method, {})}
+    fields = {f: value for f, value in fields.items() if f not in given}
+    fields['eval.others'] = tuple(
+      kind for kind in config.eval.others if kind in (*others, 'recalibrated')
+    )
+    fields['eval.protocols'] = tuple(
+      dict.fromkeys([*config.eval.protocols, table.protocol])
+    )
+    for seed in seeds[method]:
+      ours = make_config(config, method, seed=seed, **fields)
+      workdir = folder / f'{method.replace(" ", "_")}-seed{seed}'
+      planned.append(PlannedRun(method, ours, workdir))
+  return planned
+
+
+def restrict(table: TablePlan, methods: Sequence[str]) -> TablePlan:
+  """Returns the table with these of its methods; with all if none is named."""
+  for method in methods:
+    check_choice('--methods', method, table.methods)
+  shown = {
+    method: others
+    for method, others in table.methods.items()
+    if method in methods or not methods
+  }
+  return table._replace(methods=shown)
+
+
+# -------------------------------------------------------------------- sections
+
+
+def accuracy_section(
+  table: TablePlan, found: Sequence[runs.Run]
+) -> document.Section:
+  """Returns a table for each protocol, and the paper's figures."""
+  config, output = found[0].config, found[0].output
+  columns = [
+    (method, network)
+    for method, others in table.methods.items()
+    for network in dict.fromkeys(
+      [*(config_lib.network_name(kind, config) for kind in others), output]
+    )
+  ]
+  return 'Accuracy', accuracies.accuracy_parts(found, columns, table.rows)
+
+
+def comparison_section(
+  table: TablePlan, found: Sequence[runs.Run]
+) -> document.Section:
+  """Returns one table of all methods: their output, and what training took."""
+  first = found[0].primary.first
+  output = found[0].output
+  methods = [m for m in table.methods if any(run.method == m for run in found)]
+  rows = []
+  for number, (protocol, groups) in enumerate(accuracies.group(found).items()):
+    names = table.rows or ('union', 'min', *first.threats, 'natural')
+    for row in names if number == 0 else names[:-1]:
+      cells = [
+        accuracies.accuracy_cell(groups[method, output], row)
+        for method in methods
+      ]
+      rows.append([row if number == 0 else f'{row}, {protocol}', *cells])
+  for title, field, unit in (
+    ('training, million gradients', 'gradient_evaluations', 1e6),
+    ('training, minutes', 'seconds', 60),
+  ):
+    cells = [f'{_of_training(found, m, field) / unit:.1f}' for m in methods]
+    rows.append([title, *cells])
+  header = ['accuracy, %', *map(accuracies.method_title, methods)]
+  protocol = next(iter(accuracies.group(found)))
+  words = (
+    f'On {images(first)}, network {output}, protocol {protocol} where no other '
+    'is named. Min is the accuracy under the worst threat; union counts the '
+    'images that stay correct under every threat. One seed has its 95 % '
+    'interval, several their mean ± the standard deviation.'
+  )
+  if found[0].config.preset == 'maini':
+    for method, figures in paper.MAINI.items():
+      header.append(f'{accuracies.method_title(method)}, published')
+      for row in rows:
+        row.append(f'{figures[row[0]]:.1f}' if row[0] in figures else '-')
+    words += (
+      ' Published: Maini, Wong and Kolter (2020), with their network and their '
+      'attacks, ten restarts each.'
+    )
+  return 'Accuracy', [document.text(words), document.table(header, rows)]
+
+
+def _of_training(found: Sequence[runs.Run], method: str, field: str) -> float:
+  """Returns the mean over a method's seeds of what its training took."""
+  return statistics.mean(
+    run.outer[-1][field] for run in found if run.method == method
+  )
+
+
+def time_section(
+  table: TablePlan, found: Sequence[runs.Run]
+) -> document.Section:
+  """Returns the hours of training by method, over those of the first.
+
+  The paper's are left out where data, network or threats are others.
+  """
+  hours = {
+    method: _of_training(found, method, 'seconds') / 3600
+    for method in table.methods
+  }
+  first = next(iter(table.methods))
+  over = f'over {accuracies.method_title(first).lower()}'
+  header = ['training', 'hours', over]
+  rows = [
+    [
+      accuracies.method_title(method),
+      f'{hours[method]:.3f}',
+      f'{hours[method] / hours[first]:.2f}',
+    ]
+    for method in table.methods
+  ]
+  if differs := accuracies.unlike_the_paper(found[0]):
+    note = f"Not compared with the paper's hours: {differs}."
+  else:
+    note = accuracies.other_fields(found[0].config)
+    theirs = paper.HOURS[accuracies.paper_data(found[0].config)]
+    header += ['paper, hours', f'paper, {over}']
+    for row, method in zip(rows, table.methods, strict=True):
+      row += [
+        f'{theirs[method]:.2f}',
+        f'{theirs[method] / theirs[first]:.2f}',
+      ]
+  return 'Training time', [document.table(header, rows), document.text(note)]
+
+
+_SECTIONS = {
+  'accuracy': accuracy_section,
+  'comparison': comparison_section,
+  'time': time_section,
+}
+
+
+def setting_parts(found: Sequence[runs.Run]) -> list[document.Part]:
+  """Returns what the runs share, and what each method was given."""
+  parts = [
+    document.text(config_lib.describe(found[0].config, shared=True)),
+    training.seeds_part(found),
+  ]
+  fields = {run.method: _tuned(run) for run in found}
+  names = list(dict.fromkeys(name for own in fields.values() for name in own))
+  rows = [
+    [
+      accuracies.method_title(method),
+      *(f'{own[name]:g}' if name in own else '-' for name in names),
+    ]
+    for method, own in fields.items()
+  ]
+  caption = 'What each method was given, chosen on validation images.'
+  if len({str(own) for own in fields.values()}) > 1:
+    parts.append(document.table(['method', *names], rows, caption))
+  return parts
+
+
+def _tuned(run: runs.Run) -> dict[str, float]:
+  """Returns the fields of a run that a search may set."""
+  flat = config_lib.flatten(run.config)
+  own = chosen_lib.OWN.get(run.method, {})
+  return {field: flat[field] for field in (*config_lib.TUNED_FIELDS, *own)}
+
+
+# ----------------------------------------------------------------------- files
+
+
+def write(
+  name: str,
+  table: TablePlan,
+  found: Sequence[runs.Run],
+  output: epath.Path,
+  say: Callable[[str], None],
+) -> None:
+  """Writes a table over its runs as .md, .html and .json.
+
+  Args:
+    name: of the table.
+    table: what it shows.
+    found: its runs.
+    output: where it goes, without the suffix.
+    say: prints the table and the paths.
+  """
+  runs.check_mergeable(found)
+  sections = [
+    ('Setting', setting_parts(found)),
+    _SECTIONS[table.section](table, found),
+    ('Can these figures be believed?', check_parts(found)),
+    ('Cost', [training.cost_table(found)]),
+  ]
+  title = f'Table {name}, on {found[0].config.data.name}'
+  write_all(output, title, sections, as_json(found), say)
+
+
+def write_all(
+  output: epath.Path,
+  title: str,
+  sections: Sequence[document.Section],
+  figures: Any,
+  say: Callable[[str], None],
+) -> None:
+  """Prints sections and writes them as .md and .html, the figures as .json."""
+  say('\n' + document.to_markdown(sections))
+  document.write_files(output, title, sections, say)
+  path = output.with_name(f'{output.name}.json')
+  files.write_json(path, figures)
+  say(str(path))
+
+
+def as_json(found: Sequence[runs.Run]) -> dict[str, Any]:
+  """Returns every figure by run, for programs."""
+  return {
+    'jax': jax.__version__,
+    'device': f'{jax.device_count()} x {jax.devices()[0].device_kind}',
+    'runs': [
+      {
+        'method': run.method,
+        'seed': run.config.seed,
+        'preset': run.config.preset,
+        'config': config_lib.to_share(run.config),
+        'training': {
+          field: run.outer[-1][field]
+          for field in ('gradient_evaluations', 'seconds')
+        },
+        'accuracies': {
+          network: {
+            protocol: outcomes.accuracies() | {'images': len(outcomes.labels)}
+            for protocol, outcomes in by_protocol.items()
+          }
+          for network, by_protocol in run.evaluations.items()
+        },
+      }
+      for run in found
+    ],
+  }

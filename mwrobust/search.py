@@ -1,0 +1,320 @@
+r"""Chooses settings on validation images: of each method, or the radii.
+
+  python -m mwrobust.search --config=configs/mnist.py:maini,cnn \
+    --config.train.budget=5000000 --methods=multiplicative_weights,round_robin
+
+Every method gets as many candidates as every other: learning rates, ramps and
+its own parameter (`mwrobust/reproduction/chosen.py`). Each is trained with the
+budget; the highest union wins.
+
+  python -m mwrobust.search --config=configs/mnist.py:balanced,cnn \
+    --config.train.budget=5000000 --protocol=standard --target=80 \
+    --radii=pixel_linf=0.3,0.4 --radii=dct_linf=0.05,0.1
+
+With radii, each threat is trained against alone, and the table says at which
+radius the accuracy is the target.
+
+Runs go to `runs/search/<config>/<method>/<settings>`. After a kill, the same
+command resumes. Started twice, the processes share the runs.
+"""
+
+import functools
+import itertools
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import ml_collections
+from absl import flags
+from etils import epath
+
+from mwrobust import command_line, evaluation
+from mwrobust import config as config_lib
+from mwrobust.errors import UserError, check_choice
+from mwrobust.reporting import document
+from mwrobust.reporting.accuracies import method_title
+from mwrobust.reproduction import planning, tables
+from mwrobust.reproduction.chosen import GRID, MORE_LEARNING_RATES, OWN
+from mwrobust.reproduction.planning import PlannedRun, make_config
+
+
+class Candidate(NamedTuple):
+  """Settings that are tried.
+
+  Attributes:
+    settings: fields of the config.
+    run: the run with them.
+  """
+
+  settings: dict[str, Any]
+  run: PlannedRun
+
+  def accuracies(self) -> dict[str, float]:
+    """Returns what its output reaches in %; nothing if it diverged."""
+    if planning.status(self.run)[0] == 'diverged':
+      return {}
+    loaded = planning.load(self.run)
+    (outcomes,) = loaded.evaluations[loaded.output].values()
+    return outcomes.accuracies()
+
+
+def settings_of(method: str) -> list[dict[str, Any]]:
+  """Returns the candidates of a method, as many as those of any other."""
+  axes = GRID | OWN.get(method, {})
+  if method not in OWN:
+    rates = GRID['optimizer.learning_rate'] + MORE_LEARNING_RATES
+    axes['optimizer.learning_rate'] = tuple(sorted(rates))
+  return [
+    dict(zip(axes, values, strict=True))
+    for values in itertools.product(*axes.values())
+  ]
+
+
+def judged(
+  config: ml_collections.ConfigDict, protocol: str, given: Sequence[str]
+) -> ml_collections.ConfigDict:
+  """Returns the config with evaluations on validation images.
+
+  Args:
+    config: what all candidates share.
+    protocol: of the evaluations.
+    given: fields that stay as the config has them.
+  """
+  if not config.train.budget:
+    raise UserError(
+      'train.budget = 0: give every candidate the same --config.train.budget.'
+    )
+  config = config.copy_and_resolve_references()
+  config.eval.split = 'validation'
+  config.eval.protocols = (protocol,)
+  config.eval.others = ()
+  config.eval.curve_examples = 0
+  if 'eval.examples' not in given:
+    config.eval.examples = 500
+  return config
+
+
+def plan_methods(
+  config: ml_collections.ConfigDict,
+  methods: Sequence[str],
+  folder: epath.Path,
+) -> list[Candidate]:
+  """Plans the candidates of each method."""
+  found = []
+  for method in methods:
+    for settings in settings_of(method):
+      name = ','.join(
+        f'{field.rpartition(".")[2]}={value:g}'
+        for field, value in settings.items()
+      )
+      ours = make_config(config, method, **settings)
+      run = PlannedRun(method, ours, folder / method / name)
+      found.append(Candidate(settings, run))
+  return found
+
+
+def plan_radii(
+  config: ml_collections.ConfigDict,
+  radii: dict[str, list[float]],
+  folder: epath.Path,
+) -> list[Candidate]:
+  """Plans a training against each threat alone, with each of its radii."""
+  found = []
+  for threat, values in radii.items():
+    check_choice('--radii', threat, config_lib.threat_table(config))
+    for eps in values:
+      settings = {f'threats.{threat}.eps': eps}
+      method = f'single {threat}'
+      only = {'threats.only': (threat,)}
+      ours = make_config(config, method, **settings, **only)
+      workdir = folder / 'radii' / f'{threat}={eps:g}'
+      found.append(Candidate(settings, PlannedRun(method, ours, workdir)))
+  return found
+
+
+def parse_radii(words: Sequence[str]) -> dict[str, list[float]]:
+  """Reads `['dct_l1=2,5/2', ...]` as the radii of each threat.
+
+  >>> parse_radii(['dct_l1=2,5/2'])
+  {'dct_l1': [2.0, 2.5]}
+  """
+  return {
+    threat: [command_line.number(v, f'--radii={threat}') for v in values]
+    for threat, values in (
+      (word.partition('=')[0], word.partition('=')[2].split(','))
+      for word in words
+    )
+  }
+
+
+# ------------------------------------------------------------------ the tables
+
+
+def best_settings(candidates: Sequence[Candidate]) -> dict[str, dict[str, Any]]:
+  """Returns the settings with the highest union, by method."""
+  best = {}
+  for candidate in candidates:
+    found = candidate.accuracies()
+    rank = tuple(found.get(row, -1) for row in ('union', 'min', 'natural'))
+    method = candidate.run.method
+    if method not in best or rank > best[method][0]:
+      best[method] = rank, candidate.settings
+  return {method: settings for method, (_, settings) in best.items()}
+
+
+def method_parts(candidates: Sequence[Candidate]) -> list[document.Part]:
+  """Returns a table of all candidates, and the best of each method."""
+  best = best_settings(candidates)
+  threats = list(config_lib.threat_table(candidates[0].run.config))
+  columns = ['union', 'min', *threats, 'natural']
+  rows = []
+  for settings, run in candidates:
+    figures = Candidate(settings, run).accuracies()
+    rows.append(
+      [
+        method_title(run.method) + ' *' * (settings == best[run.method]),
+        ', '.join(f'{field} {v:g}' for field, v in settings.items()),
+        *(f'{figures[c]:.1f}' if figures else 'diverged' for c in columns),
+      ]
+    )
+  lines = '\n'.join(f'{m!r}: {settings!r},' for m, settings in best.items())
+  return [
+    document.table(['method', 'settings', *columns], rows, '* is chosen.'),
+    document.text(f'For `CHOSEN` in mwrobust/reproduction/chosen.py:\n{lines}'),
+  ]
+
+
+def radius_parts(
+  candidates: Sequence[Candidate], target: float
+) -> list[document.Part]:
+  """Returns a table of all radii, and where the accuracy is the target."""
+  rows, curves = [], {}
+  for settings, run in candidates:
+    ((eps, figures),) = (
+      (eps, Candidate(settings, run).accuracies()) for eps in settings.values()
+    )
+    threat = run.config.policy.threat
+    if figures:
+      curves.setdefault(threat, []).append((eps, figures[threat]))
+    shown = (f'{figures[c]:.1f}' for c in (threat, 'natural'))
+    cells = shown if figures else ('diverged', '-')
+    rows.append([threat, f'{eps:g}', *cells])
+  crossings = [
+    [
+      threat,
+      'not among these' if (at := crossing(c, target)) is None else f'{at:.3g}',
+    ]
+    for threat, c in curves.items()
+  ]
+  return [
+    document.table(['trained against', 'eps', 'robust, %', 'natural, %'], rows),
+    document.table(
+      ['threat', f'eps with {target:g} %'],
+      crossings,
+      'Between two radii the accuracy is taken as linear.',
+    ),
+  ]
+
+
+def crossing(
+  curve: Sequence[tuple[float, float]], target: float
+) -> float | None:
+  """Returns where a falling curve is the target, or None if it never is.
+
+  >>> crossing([(1.0, 90.0), (2.0, 70.0)], 80)
+  1.5
+  """
+  curve = sorted(curve)
+  for (low, above), (high, below) in itertools.pairwise(curve):
+    if above >= target > below:
+      return low + (above - target) / (above - below) * (high - low)
+  return None
+
+
+def as_json(candidates: Sequence[Candidate]) -> list[dict[str, Any]]:
+  """Returns every figure by candidate, for programs."""
+  return [
+    {
+      'method': run.method,
+      'settings': settings,
+      'config': config_lib.to_share(run.config),
+      'accuracies': Candidate(settings, run).accuracies(),
+    }
+    for settings, run in candidates
+  ]
+
+
+# ------------------------------------------------------------------------ main
+
+
+def define_flags() -> None:
+  """Defines the flags of this program; programs that import it have others."""
+  command_line.define_config('What all candidates share.')
+  flags.DEFINE_list('methods', list(tables.RIVALS), 'Which to search for.')
+  flags.DEFINE_multi_string(
+    'radii',
+    [],
+    'Instead of methods, radii of a threat that is trained against alone: '
+    'dct_linf=0.05,0.1. Can be repeated.',
+  )
+  flags.DEFINE_float('target', 80.0, 'The accuracy in % to find radii for.')
+  flags.DEFINE_enum(
+    'protocol', 'fast', list(evaluation.PROTOCOLS), 'What judges.'
+  )
+  flags.DEFINE_string('workdir', 'runs/search', 'Folder of the runs.')
+  flags.DEFINE_string(
+    'output',
+    None,
+    'Where the table goes, as OUTPUT.md, .html and .json; beside its runs by '
+    'default.',
+  )
+  flags.DEFINE_bool(
+    'dry_run', False, 'Only list the runs, with their cost and the time left.'
+  )
+
+
+def main(argv: list[str]) -> None:
+  """Plans, runs what is missing, writes the table."""
+  command_line.no_arguments(argv)
+  flag = flags.FLAGS
+  config = judged(flag.config, flag.protocol, command_line.given_fields())
+  folder = epath.Path(flag.workdir) / command_line.config_name()
+  if flag.radii:
+    candidates = plan_radii(config, parse_radii(flag.radii), folder)
+    name, title = 'radii', 'Training against one threat alone'
+  else:
+    for method in flag.methods:
+      check_choice('--methods', method, tables.RIVALS)
+    candidates = plan_methods(config, flag.methods, folder)
+    name, title = 'methods', 'The candidates of each method'
+  say = functools.partial(print, flush=True)
+  planned = [candidate.run for candidate in candidates]
+  planning.announce(planned, say)
+  if flag.dry_run:
+    return
+  planning.make_missing(planned, say)
+  if flag.radii:
+    parts = radius_parts(candidates, flag.target)
+  else:
+    parts = method_parts(candidates)
+  judge = (
+    f'Judged by the protocol {flag.protocol} on the first '
+    f'{config.eval.examples:,} validation images.'
+  )
+  setting = [
+    document.text(config_lib.describe(config, shared=True)),
+    document.text(judge),
+  ]
+  sections = [('Setting', setting), ('Accuracy', parts)]
+  output = epath.Path(flag.output or folder / name)
+  tables.write_all(output, title, sections, as_json(candidates), say)
+
+
+def default_config(given: dict[str, str]) -> str:
+  """Returns the file of the main comparison."""
+  del given
+  return str(command_line.CONFIGS / tables.TABLES['balanced'].config)
+
+
+if __name__ == '__main__':
+  define_flags()
+  command_line.run(main, default_config)
