@@ -5,8 +5,8 @@
   python -m mwrobust.main --config=configs/cifar10.py:small \
     --config.data.dir=DIR
 
-Made for an accelerator, except with `small` and `runlocal`. The numbers to stand beside
-(paper, mean of its runs, h = 3): min 39.13, union 36.18.
+Made for an accelerator, except with `small` and `runlocal`. The numbers to
+stand beside (paper, mean of its runs, h = 3): min 39.13, union 36.18.
 """
 
 from mwrobust import config as config_lib
