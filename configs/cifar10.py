@@ -36,7 +36,8 @@ def _released(config):
 def _small(config):
   config.model.name = 'preact_resnet18'
   config.model.options.stage_sizes = (1, 1, 1)
-  config.model.options.width = 16
+  config.model.options.width = 24
+  config.model.options.stem_stride = 2
   config_lib.use_strong_attack(config)
   config.data.augment = False  # Some epochs do not overfit.
   config.optimizer.name = 'adam'
@@ -45,7 +46,7 @@ def _small(config):
   config.optimizer.l2 = 0.0
   config.policy.eta = 0.25
   config.train.T = 10
-  config.train.budget = 5_000_000
+  config.train.budget = 10_000_000  # An hour.
   config.train.batch_size = 100
   config.train.ramp = 0.3
   config.train.validation_examples = 250

@@ -43,21 +43,25 @@ class Candidate(NamedTuple):
   Attributes:
     settings: fields of the config.
     run: the run with them.
+    accuracies: what its output reaches in %, once it is known; nothing if the
+      training diverged.
   """
 
-  settings: dict[str, Any]
+  settings: dict[str, float]
   run: PlannedRun
-
-  def accuracies(self) -> dict[str, float]:
-    """Returns what its output reaches in %; nothing if it diverged."""
-    if planning.status(self.run)[0] == 'diverged':
-      return {}
-    loaded = planning.load(self.run)
-    (outcomes,) = loaded.evaluations[loaded.output].values()
-    return outcomes.accuracies()
+  accuracies: dict[str, float] | None = None
 
 
-def settings_of(method: str) -> list[dict[str, Any]]:
+def judge(candidate: Candidate) -> Candidate:
+  """Returns the candidate with its accuracies."""
+  if planning.status(candidate.run)[0] == 'diverged':
+    return candidate._replace(accuracies={})
+  loaded = planning.load(candidate.run)
+  (outcomes,) = loaded.evaluations[loaded.output].values()
+  return candidate._replace(accuracies=outcomes.accuracies())
+
+
+def settings_of(method: str) -> list[dict[str, float]]:
   """Returns the candidates of a method, as many as those of any other."""
   axes = GRID | OWN.get(method, {})
   if method not in OWN:
@@ -69,7 +73,7 @@ def settings_of(method: str) -> list[dict[str, Any]]:
   ]
 
 
-def judged(
+def on_validation_images(
   config: ml_collections.ConfigDict, protocol: str, given: Sequence[str]
 ) -> ml_collections.ConfigDict:
   """Returns the config with evaluations on validation images.
@@ -149,16 +153,21 @@ def parse_radii(words: Sequence[str]) -> dict[str, list[float]]:
 # ------------------------------------------------------------------ the tables
 
 
-def best_settings(candidates: Sequence[Candidate]) -> dict[str, dict[str, Any]]:
+def best_settings(
+  candidates: Sequence[Candidate],
+) -> dict[str, dict[str, float]]:
   """Returns the settings with the highest union, by method."""
-  best = {}
+
+  def rank(candidate: Candidate) -> tuple[float, ...]:
+    rows = ('union', 'min', 'natural')
+    return tuple(candidate.accuracies.get(row, -1) for row in rows)
+
+  by_method = {}
   for candidate in candidates:
-    found = candidate.accuracies()
-    rank = tuple(found.get(row, -1) for row in ('union', 'min', 'natural'))
-    method = candidate.run.method
-    if method not in best or rank > best[method][0]:
-      best[method] = rank, candidate.settings
-  return {method: settings for method, (_, settings) in best.items()}
+    by_method.setdefault(candidate.run.method, []).append(candidate)
+  return {
+    method: max(tried, key=rank).settings for method, tried in by_method.items()
+  }
 
 
 def method_parts(candidates: Sequence[Candidate]) -> list[document.Part]:
@@ -166,16 +175,14 @@ def method_parts(candidates: Sequence[Candidate]) -> list[document.Part]:
   best = best_settings(candidates)
   threats = list(config_lib.threat_table(candidates[0].run.config))
   columns = ['union', 'min', *threats, 'natural']
-  rows = []
-  for settings, run in candidates:
-    figures = Candidate(settings, run).accuracies()
-    rows.append(
-      [
-        method_title(run.method) + ' *' * (settings == best[run.method]),
-        ', '.join(f'{field} {v:g}' for field, v in settings.items()),
-        *(f'{figures[c]:.1f}' if figures else 'diverged' for c in columns),
-      ]
-    )
+  rows = [
+    [
+      method_title(run.method) + ' *' * (settings == best[run.method]),
+      ', '.join(f'{field} {value:g}' for field, value in settings.items()),
+      *(f'{figures[c]:.1f}' if figures else 'diverged' for c in columns),
+    ]
+    for settings, run, figures in candidates
+  ]
   lines = '\n'.join(f'{m!r}: {settings!r},' for m, settings in best.items())
   return [
     document.table(['method', 'settings', *columns], rows, '* is chosen.'),
@@ -188,28 +195,22 @@ def radius_parts(
 ) -> list[document.Part]:
   """Returns a table of all radii, and where the accuracy is the target."""
   rows, curves = [], {}
-  for settings, run in candidates:
-    ((eps, figures),) = (
-      (eps, Candidate(settings, run).accuracies()) for eps in settings.values()
-    )
+  for settings, run, figures in candidates:
+    (eps,) = settings.values()
     threat = run.config.policy.threat
-    if figures:
-      curves.setdefault(threat, []).append((eps, figures[threat]))
-    shown = (f'{figures[c]:.1f}' for c in (threat, 'natural'))
-    cells = shown if figures else ('diverged', '-')
-    rows.append([threat, f'{eps:g}', *cells])
-  crossings = [
-    [
-      threat,
-      'not among these' if (at := crossing(c, target)) is None else f'{at:.3g}',
-    ]
-    for threat, c in curves.items()
-  ]
+    # A network that could not be trained is wrong everywhere.
+    robust, natural = (figures.get(row, 0.0) for row in (threat, 'natural'))
+    rows.append([threat, f'{eps:g}', f'{robust:.1f}', f'{natural:.1f}'])
+    curves.setdefault(threat, []).append((eps, robust))
+  crossings = {threat: crossing(c, target) for threat, c in curves.items()}
   return [
     document.table(['trained against', 'eps', 'robust, %', 'natural, %'], rows),
     document.table(
       ['threat', f'eps with {target:g} %'],
-      crossings,
+      [
+        [threat, 'not between these' if eps is None else f'{eps:.3g}']
+        for threat, eps in crossings.items()
+      ],
       'Between two radii the accuracy is taken as linear.',
     ),
   ]
@@ -237,9 +238,9 @@ def as_json(candidates: Sequence[Candidate]) -> list[dict[str, Any]]:
       'method': run.method,
       'settings': settings,
       'config': config_lib.to_share(run.config),
-      'accuracies': Candidate(settings, run).accuracies(),
+      'accuracies': figures,
     }
-    for settings, run in candidates
+    for settings, run, figures in candidates
   ]
 
 
@@ -276,7 +277,9 @@ def main(argv: list[str]) -> None:
   """Plans, runs what is missing, writes the table."""
   command_line.no_arguments(argv)
   flag = flags.FLAGS
-  config = judged(flag.config, flag.protocol, command_line.given_fields())
+  config = on_validation_images(
+    flag.config, flag.protocol, command_line.given_fields()
+  )
   folder = epath.Path(flag.workdir) / command_line.config_name()
   if flag.radii:
     candidates = plan_radii(config, parse_radii(flag.radii), folder)
@@ -292,17 +295,18 @@ def main(argv: list[str]) -> None:
   if flag.dry_run:
     return
   planning.make_missing(planned, say)
+  candidates = list(map(judge, candidates))
   if flag.radii:
     parts = radius_parts(candidates, flag.target)
   else:
     parts = method_parts(candidates)
-  judge = (
+  judged = (
     f'Judged by the protocol {flag.protocol} on the first '
     f'{config.eval.examples:,} validation images.'
   )
   setting = [
     document.text(config_lib.describe(config, shared=True)),
-    document.text(judge),
+    document.text(judged),
   ]
   sections = [('Setting', setting), ('Accuracy', parts)]
   output = epath.Path(flag.output or folder / name)

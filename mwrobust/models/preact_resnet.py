@@ -16,7 +16,8 @@ class PreActResNet(nn.Module):
 
   He et al. 2016, "Identity mappings in deep residual networks". The 3x3
   convolutions pad one pixel on every side, as the usual PyTorch code does;
-  with stride 2, 'SAME' would pad even sizes only at the end.
+  with stride 2, 'SAME' would pad even sizes only at the end. A stem with stride
+  2 makes a network for CPUs: a quarter of the work, with the same parameters.
   """
 
   num_classes: int
@@ -24,6 +25,7 @@ class PreActResNet(nn.Module):
   std: tuple[float, ...]
   stage_sizes: tuple[int, ...] = (2, 2, 2, 2)
   width: int = 64
+  stem_stride: int = 1
 
   @nn.compact
   def __call__(self, images: jax.Array, train: bool) -> jax.Array:
@@ -34,7 +36,7 @@ class PreActResNet(nn.Module):
       nn.BatchNorm, use_running_average=not train, momentum=0.9
     )
     x = normalise(images, self.mean, self.std)
-    x = conv3x3(self.width)(x)
+    x = conv3x3(self.width, strides=self.stem_stride)(x)
     for stage, blocks in enumerate(self.stage_sizes):
       features = self.width * 2**stage
       for block in range(blocks):
