@@ -54,7 +54,7 @@ THREAT_FIELDS = ('space', 'norm', 'eps', 'clip', 'attack')
 # momentum first.
 TRAINING_ATTACKS = {
   ('pixel', 'linf'): {'steps': 10, 'radii': (1.0,)},
-  ('pixel', 'l1'): {'steps': 30},
+  ('pixel', 'l1'): {'steps': 40},
   ('dct', 'linf'): {'rule': 'momentum', 'radii': (2.0, 1.0)},
   ('dct', 'l1'): {'steps': 30},
 }
