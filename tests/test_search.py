@@ -79,7 +79,7 @@ def test_the_highest_union_is_chosen(tmp_path):
     'uniform': candidates[9].settings,
   }
   table, text = search.method_parts(judged)
-  assert table.markdown.count(' *') == 3  # And the caption.
+  assert table.markdown.count(' *') == 2
   assert table.markdown.count('diverged') == 9
   assert repr(best['uniform']) in text.markdown.replace('\n', ' ')
   figures = search.as_json(judged)
