@@ -238,21 +238,24 @@ def make_missing(
   Several processes may do this at once: a run that another one is making is
   left to it, and waited for at the end. A run that diverges is left as it is.
   """
-  numbers = {run.workdir: number for number, run in enumerate(planned, 1)}
-  left = list(planned)
+  left, waiting = list(planned), False
   while left:
     in_use = []
     for run in left:
       if status(run)[0] in ('done', 'diverged'):
         continue
-      say(f'\n---- run {numbers[run.workdir]} of {len(planned)}: {run.workdir}')
+      if not waiting:
+        number = planned.index(run) + 1
+        say(f'\n---- run {number} of {len(planned)}: {run.workdir}')
       try:
         loop.train_and_evaluate(run.config, str(run.workdir), say)
       except files.InUse as error:
-        say(f'{error}')
+        if not waiting:
+          say(str(error))
         in_use.append(run)
       except loop.Diverged as error:
-        say(f'{error}')
-    if in_use == left:
+        say(str(error))
+    waiting = in_use == left
+    if waiting:
       time.sleep(WAIT)
     left = in_use
