@@ -170,6 +170,19 @@ def plan_of_two(tmp_path):
   ]
 
 
+def test_the_standard_protocol_comes_first(tmp_path):
+  protocols = ('paper', 'standard')
+  config = tiny(**{'eval.examples': 40, 'eval.protocols': protocols})
+  run = planning.PlannedRun(config.method, config, tmp_path / 'run')
+  make_run(run.workdir)
+  for by_protocol in planning.load(run).evaluations.values():
+    assert list(by_protocol) == ['standard', 'paper']
+  assert planning.status(run)[0] == 'done'
+  config.eval.protocols = ('paper',)
+  for by_protocol in planning.load(run).evaluations.values():
+    assert list(by_protocol) == ['paper']
+
+
 def test_a_run_in_use_is_left_to_the_other_process(tmp_path, monkeypatch):
   planned = plan_of_two(tmp_path)
   tried = []

@@ -136,7 +136,7 @@ def status(run: PlannedRun) -> tuple[str, float]:
   is_done = (
     loaded.outer_step == run.config.train.T
     and all(
-      run.config.eval.protocols == tuple(loaded.evaluations.get(network, {}))
+      set(run.config.eval.protocols) == set(loaded.evaluations.get(network, ()))
       for network in (
         config_lib.network_name(kind, run.config)
         for kind in (output, *run.config.eval.others)
@@ -168,15 +168,11 @@ def load(run: PlannedRun) -> runs.Run:
   wanted = run.config.eval
   count = _evaluated_examples(run.config)
   loaded = runs.load(run.workdir, wanted.split, count)
-  evaluations = {
-    network: {
-      protocol: by_protocol[protocol]
-      for protocol in wanted.protocols
-      if protocol in by_protocol
-    }
-    for network, by_protocol in loaded.evaluations.items()
-  }
-  evaluations = {name: found for name, found in evaluations.items() if found}
+  evaluations = {}  # 'standard' stays the first.
+  for network, by_protocol in loaded.evaluations.items():
+    for protocol, outcomes in by_protocol.items():
+      if protocol in wanted.protocols:
+        evaluations.setdefault(network, {})[protocol] = outcomes
   return loaded._replace(
     primary=loaded.primary._replace(evaluations=evaluations)
   )
