@@ -30,9 +30,13 @@ def load(name, variants=''):
     ('mnist', 'released'),
     ('mnist', 'cnn'),
     ('mnist', 'released,cnn'),
+    ('mnist', 'maini,cnn'),
+    ('mnist', 'balanced'),
+    ('mnist', 'balanced,cnn'),
     ('mnist', 'runlocal'),
     ('cifar10', ''),
     ('cifar10', 'released'),
+    ('cifar10', 'small'),
     ('cifar10', 'runlocal'),
   ],
 )
@@ -149,6 +153,8 @@ def test_the_presets_hold_the_numbers_of_the_paper_and_of_the_code():
     ('attack.percentile', 100.0, r'percentile=100\.0'),
     ('optimizer.learning_rate', float('nan'), r'learning_rate = nan.*finite'),
     ('seed', -1, r'seed = -1.*at least 0'),
+    ('policy.decay', 0.0, r'policy\.decay = 0\.0.*more than 0'),
+    ('eval.split', 'train', r"eval\.split = 'train'.*test, validation"),
   ],
 )
 def test_bad_values_are_named(field, value, message):
@@ -249,6 +255,23 @@ def test_the_attack_of_training_may_differ_by_threat():
   assert found['dct_linf'] == attacks.momentum(20)
   assert found['dct_l2'] == highest(20)
   assert found['dct_l1'] == highest(30)
+  assert {t.clip for t in config_lib.make_threats(config)} == {'inside'}
+
+
+@pytest.mark.parametrize(('preset', 'data'), config_lib.EPS)
+def test_a_preset_has_a_radius_for_each_space_and_norm(preset, data):
+  threats = config_lib.make_threats(config_lib.preset(preset, data))
+  assert {(t.space, t.norm): t.eps for t in threats} == {
+    (space, norm): eps
+    for space, radii in config_lib.EPS[preset, data].items()
+    for norm, eps in zip(('linf', 'l2', 'l1'), radii, strict=True)
+  }
+
+
+def test_balanced_has_six_threats_on_the_clipped_image():
+  config = load('mnist', 'balanced,cnn')
+  assert config.preset == 'balanced'
+  assert len(config_lib.make_threats(config)) == 6
   assert {t.clip for t in config_lib.make_threats(config)} == {'inside'}
 
 

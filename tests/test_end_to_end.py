@@ -16,7 +16,8 @@ import pytest
 from absl import flags
 from tiny_run import tiny
 
-from mwrobust import command_line, main
+from mwrobust import command_line, main, reporting
+from mwrobust import data as data_lib
 from mwrobust.errors import UserError
 from mwrobust.evaluation import Outcomes
 from mwrobust.runtime import files
@@ -78,7 +79,8 @@ point, where, workdir = sys.argv[2], int(sys.argv[3]), sys.argv[4]
 
 import tests.conftest
 from absl import flags
-from mwrobust import command_line, main
+from mwrobust import command_line, main, reporting
+from mwrobust import data as data_lib
 from mwrobust.training import loop as train
 from mwrobust.evaluation import survivors
 from tests.tiny_run import tiny
@@ -350,6 +352,33 @@ def test_evaluation_may_be_changed_later_and_keeps_the_old_one(undisturbed):
   assert before < set(os.listdir(workdir / 'eval'))
   counts = [len(outcomes.labels) for outcomes in evaluations_of(workdir)]
   assert sorted(counts) == [10] * 3 + [30] * 3
+
+
+def test_choices_can_be_made_on_validation_images(undisturbed, tmp_path):
+  """Also on more of them than training has looked at."""
+  workdir = tmp_path / 'run'
+  shutil.copytree(undisturbed[0], workdir)
+  fields = {'eval.split': 'validation', 'eval.examples': 35, 'eval.others': ()}
+  found = run_evaluation.evaluate_run(tiny(**fields), str(workdir), print)
+  outcomes = found['h=2 average']['paper']
+  whole = data_lib.load('mnist5k', seed=0).validation
+  np.testing.assert_array_equal(outcomes.labels, whole.labels[:35])
+  assert outcomes.settings['split'] == 'validation'
+  (first,) = reporting.load(workdir, 'validation').evaluations.values()
+  assert len(first['paper'].labels) == 35
+  # What was reported before stays as it was.
+  assert {
+    len(outcomes.labels)
+    for by_protocol in reporting.load(workdir).evaluations.values()
+    for outcomes in by_protocol.values()
+  } == {30}
+  said = []
+  reporting.write_run(
+    reporting.load(workdir, 'validation'), tmp_path / 'page', said.append
+  )
+  assert '35 validation images' in said[0]
+  page = (tmp_path / 'page' / 'report.md').read_text()
+  assert 'test images' not in page
 
 
 def test_a_run_meets_threats_that_it_was_not_trained_with(

@@ -2,18 +2,21 @@
 
 import hashlib
 import json
+import os
 import pathlib
 import re
 import shutil
 import subprocess
 import sys
 
+import jax
 import numpy as np
 import pytest
-from made import copy_run, evaluations_of, ignore, remove_evaluations
+from made import SIX, copy_run, evaluations_of, ignore, remove_evaluations
 from tiny_run import tiny
 
 from mwrobust import data as data_lib
+from mwrobust import models, networks
 from mwrobust.errors import UserError
 from mwrobust.export import export
 
@@ -168,6 +171,84 @@ def test_the_last_parameters_alone(tiny_run, tmp_path, data, monkeypatch):
   assert card_of(run)['network'] == 'h=1'
   assert card_of(run)['outer_steps'] == [3]
   assert_same_logits(run, 'h=1', data, monkeypatch)
+
+
+# ------------------------------------------------------------- networks to load
+
+
+def test_a_network_is_loaded_and_attacked_without_orbax(exported, tmp_path):
+  run, _ = exported
+  (tmp_path / 'attack.py').write_text(
+    f"""
+import sys
+sys.modules['orbax.checkpoint'] = None
+import numpy as np
+from mwrobust import attacks, evaluation, networks
+logits_fn, params, card = networks.load({str(run / 'export' / 'model')!r})
+images = np.random.default_rng(0).uniform(size=(4, 28, 28, 1))
+outcomes = evaluation.evaluate(
+  logits_fn,
+  images.astype(np.float32),
+  np.arange(4),
+  [attacks.Threat(**threat) for threat in card['evaluations'][0]['threats']],
+  params=params,
+  protocol=[attacks.pgd(2)],
+)
+print(sorted(outcomes.accuracies()))
+"""
+  )
+  result = subprocess.run(
+    [sys.executable, 'attack.py'],
+    capture_output=True,
+    text=True,
+    cwd=tmp_path,
+    env=os.environ | {'PYTHONPATH': str(ROOT)},
+    check=False,
+  )
+  assert result.returncode == 0, result.stderr
+  for name in (*SIX, 'min', 'union', 'natural'):
+    assert repr(name) in result.stdout
+
+
+def test_a_network_of_ones_own_comes_back_to_the_bit(tmp_path, monkeypatch):
+  (tmp_path / 'nets_to_load.py').write_text(
+    """
+import flax.linen as nn
+
+class Net(nn.Module):
+  num_classes: int
+  widths: tuple[int, ...]
+
+  @nn.compact
+  def __call__(self, x, train):
+    x = x.reshape(len(x), -1)
+    for width in self.widths:
+      x = nn.relu(nn.BatchNorm(not train)(nn.Dense(width)(x)))
+    return nn.Dense(self.num_classes)(x)
+"""
+  )
+  monkeypatch.chdir(tmp_path)
+  options = {'widths': [3, 4]}
+  spec = {'mean': [0.5], 'std': [0.25]}
+  name = 'nets_to_load:Net'
+  model = models.create(name, num_classes=5, **spec, **options)
+  images = jax.random.uniform(jax.random.key(0), (2, 6, 6, 1))
+  variables = model.init(jax.random.key(1), images, train=False)
+  card = {
+    'config': {'model': {'name': name, 'options': options}},
+    'input': spec,
+    'classes': 5,
+  }
+  for path in networks.save('some/net.v2', variables, card):
+    assert path.exists()
+  logits_fn, params, loaded = networks.load('some/net.v2')
+  assert loaded == card
+  jax.tree.map(np.testing.assert_array_equal, params, variables)
+  np.testing.assert_array_equal(
+    logits_fn(params, images), model.apply(variables, images, train=False)
+  )
+  with pytest.raises(UserError, match=r'no net\.safetensors'):
+    networks.load('net')
 
 
 # ------------------------------------------------------ what cannot be exported

@@ -147,6 +147,90 @@ def test_some_methods_may_have_more_seeds():
     reproduce.seeds_by_method(table, ['0'], ['mds'])
 
 
+def test_a_comparison_gives_each_method_what_was_chosen_for_it(tmp_path):
+  chosen = {
+    'ucb': {'policy.exploration': 0.3, 'train.ramp': 0.2},
+    'msd': {'optimizer.learning_rate': 0.5, 'train.ramp': 0.1},
+  }
+  table = tables.restrict(tables.TABLES['maini'], ['ucb', 'msd', 'max'])
+  given = ('train.ramp', 'train.budget')
+  shared = tiny(**{'train.budget': 60_000, 'eval.protocols': ('standard',)})
+  planned = plan(table, shared, [0], tmp_path, chosen=chosen, given=given)
+  by_method = {run.method: run.config for run in planned}
+  assert by_method['ucb'].policy.exploration == 0.3
+  assert by_method['msd'].optimizer.learning_rate == 0.5
+  usual = shared.optimizer.learning_rate
+  assert by_method['max'].optimizer.learning_rate == usual
+  for run in by_method.values():
+    assert run.train.ramp == shared.train.ramp  # Given, so not the chosen one.
+    assert run.train.budget == 60_000
+    assert run.eval.examples == 1000
+    assert run.eval.others == ()
+    assert run.eval.protocols == ('standard', 'paper')
+
+
+def test_the_methods_of_the_comparisons():
+  rivals = {
+    *('multiplicative_weights', 'round_robin', 'uniform', 'greedy', 'e_at'),
+    *('ucb', 'max', 'avg', 'msd'),
+  }
+  for name in ('maini', 'balanced'):
+    assert set(tables.TABLES[name].methods) == rivals
+  for name in ('released', 'paper'):
+    assert list(tables.TABLES[name].methods) == [
+      'multiplicative_weights',
+      'round_robin',
+    ]
+  for name in ('maini', 'balanced', 'released', 'paper'):
+    assert tables.TABLES[name].fields['train.budget']
+
+
+def test_a_comparison_is_one_table(tmp_path):
+  seeds = {'multiplicative_weights': (0, 1), 'msd': (0,)}
+  found = [
+    reporting.load(
+      make_run(
+        tmp_path / f'{method}{seed}',
+        **{'method': method, 'seed': seed, 'preset': 'maini'},
+        **{'train.ramp': 0.25 if method == 'msd' else 0.5},
+      )
+    )
+    for method, numbers in seeds.items()
+    for seed in numbers
+  ]
+  output = tmp_path / 'table' / 'maini'
+  tables.write('maini', tables.TABLES['maini'], found, output, ignore)
+  markdown = (tmp_path / 'table' / 'maini.md').read_text()
+  (rows,) = tables_of(section(markdown, 'Accuracy'))
+  six = ('pixel_linf', 'pixel_l2', 'pixel_l1', 'dct_linf', 'dct_l2', 'dct_l1')
+  names = ('union', 'min', *six)
+  assert list(rows) == [
+    *(*names, 'natural'),
+    *(f'{name}, paper' for name in names),
+    *('training, million gradients', 'training, minutes'),
+  ]
+  assert list(rows['union']) == [
+    *('accuracy, %', 'Mult. weights', 'MSD'),
+    *('MSD, published', 'MAX, published', 'AVG, published'),
+  ]
+  assert rows['union']['MSD, published'] == '58.4'
+  assert rows['min']['MSD, published'] == '-'
+  assert rows['training, minutes']['MSD'] == '3.0'
+  for protocol, suffix in (('standard', ''), ('paper', ', paper')):
+    first, second, msd = (
+      run.evaluations['h=2 average'][protocol].accuracies() for run in found
+    )
+    for name in names:
+      mean = (first[name] + second[name]) / 2
+      cells = rows[f'{name}{suffix}']
+      assert cells['Mult. weights'].startswith(f'{mean:.1f} (± ')
+      assert cells['MSD'].startswith(f'{msd[name]:.1f} (')
+  (given,) = tables_of(section(markdown, 'Setting'))
+  assert given['MSD']['train.ramp'] == '0.25'
+  assert given['MSD']['policy.eta'] == '-'
+  assert given['Mult. weights']['policy.eta'] == '0.1'
+
+
 def test_a_table_of_some_methods_keeps_their_order(tmp_path):
   table = tables.TABLES['mnist']
   some = tables.restrict(table, ['single dct_linf', 'greedy'])
@@ -456,6 +540,21 @@ def test_a_run_is_done_when_all_that_the_table_shows_is_there(
   assert status_of(with_curve) == 'done'
   remove_evaluations(workdir, lambda s: s['network'] == 'h=2 ensemble')
   assert status_of(planned()) == 'begun'
+
+
+def test_a_run_may_have_evaluations_of_more_images(tiny_run, tmp_path):
+  """Those of the flagship on all test images are not for the table."""
+  table = tables.TABLES['convexity']
+  (planned,) = plan(table, tiny(), [0], tmp_path)
+  copy_run(tiny_run, planned.workdir)
+  more = make_outcomes(
+    config.make_threats(planned.config), 'paper', count=50, **about()
+  )
+  (planned.workdir / 'eval' / 'more').mkdir()
+  more.save(planned.workdir / 'eval' / 'more' / evaluation.FILE)
+  assert len(reporting.load(planned.workdir).primary.first.labels) == 50
+  assert status_of(planned) == 'done'
+  assert len(planning.load(planned).primary.first.labels) == 30
 
 
 @pytest.mark.parametrize(

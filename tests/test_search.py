@@ -79,7 +79,7 @@ def test_the_highest_union_is_chosen(tmp_path):
     'uniform': candidates[9].settings,
   }
   table, text = search.method_parts(judged)
-  assert table.markdown.count(' *') == 3  # And the caption.
+  assert table.markdown.count(' *') == 2
   assert table.markdown.count('diverged') == 9
   assert repr(best['uniform']) in text.markdown.replace('\n', ' ')
   figures = search.as_json(judged)
@@ -168,6 +168,19 @@ def plan_of_two(tmp_path):
     planning.PlannedRun(method, tiny(method=method), tmp_path / method)
     for method in ('greedy', 'uniform')
   ]
+
+
+def test_the_standard_protocol_comes_first(tmp_path):
+  protocols = ('paper', 'standard')
+  config = tiny(**{'eval.examples': 40, 'eval.protocols': protocols})
+  run = planning.PlannedRun(config.method, config, tmp_path / 'run')
+  make_run(run.workdir)
+  for by_protocol in planning.load(run).evaluations.values():
+    assert list(by_protocol) == ['standard', 'paper']
+  assert planning.status(run)[0] == 'done'
+  config.eval.protocols = ('paper',)
+  for by_protocol in planning.load(run).evaluations.values():
+    assert list(by_protocol) == ['paper']
 
 
 def test_a_run_in_use_is_left_to_the_other_process(tmp_path, monkeypatch):

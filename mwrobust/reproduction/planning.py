@@ -136,7 +136,7 @@ def status(run: PlannedRun) -> tuple[str, float]:
   is_done = (
     loaded.outer_step == run.config.train.T
     and all(
-      run.config.eval.protocols == tuple(loaded.evaluations.get(network, {}))
+      set(run.config.eval.protocols) == set(loaded.evaluations.get(network, ()))
       for network in (
         config_lib.network_name(kind, run.config)
         for kind in (output, *run.config.eval.others)
@@ -168,15 +168,11 @@ def load(run: PlannedRun) -> runs.Run:
   wanted = run.config.eval
   count = _evaluated_examples(run.config)
   loaded = runs.load(run.workdir, wanted.split, count)
-  evaluations = {
-    network: {
-      protocol: by_protocol[protocol]
-      for protocol in wanted.protocols
-      if protocol in by_protocol
-    }
-    for network, by_protocol in loaded.evaluations.items()
-  }
-  evaluations = {name: found for name, found in evaluations.items() if found}
+  evaluations = {}  # 'standard' stays the first.
+  for network, by_protocol in loaded.evaluations.items():
+    for protocol, outcomes in by_protocol.items():
+      if protocol in wanted.protocols:
+        evaluations.setdefault(network, {})[protocol] = outcomes
   return loaded._replace(
     primary=loaded.primary._replace(evaluations=evaluations)
   )
@@ -238,21 +234,24 @@ def make_missing(
   Several processes may do this at once: a run that another one is making is
   left to it, and waited for at the end. A run that diverges is left as it is.
   """
-  numbers = {run.workdir: number for number, run in enumerate(planned, 1)}
-  left = list(planned)
+  left, waiting = list(planned), False
   while left:
     in_use = []
     for run in left:
       if status(run)[0] in ('done', 'diverged'):
         continue
-      say(f'\n---- run {numbers[run.workdir]} of {len(planned)}: {run.workdir}')
+      if not waiting:
+        number = planned.index(run) + 1
+        say(f'\n---- run {number} of {len(planned)}: {run.workdir}')
       try:
         loop.train_and_evaluate(run.config, str(run.workdir), say)
       except files.InUse as error:
-        say(f'{error}')
+        if not waiting:
+          say(str(error))
         in_use.append(run)
       except loop.Diverged as error:
-        say(f'{error}')
-    if in_use == left:
+        say(str(error))
+    waiting = in_use == left
+    if waiting:
       time.sleep(WAIT)
     left = in_use

@@ -259,7 +259,7 @@ def setting_parts(found: Sequence[runs.Run]) -> list[document.Part]:
     ]
     for method, own in fields.items()
   ]
-  caption = 'What each method was given, chosen on validation images.'
+  caption = 'What each method was given.'
   if len({str(own) for own in fields.values()}) > 1:
     parts.append(document.table(['method', *names], rows, caption))
   return parts
