@@ -372,7 +372,9 @@ def define_flags() -> None:
   command_line.define_config(
     'What all runs share; by default the file of the setting of the paper.'
   )
-  flags.DEFINE_enum('table', None, list(TABLES), 'Which one to make.')
+  flags.DEFINE_enum(
+    'table', None, list(TABLES), 'Which one to make; without it, lists them.'
+  )
   flags.DEFINE_list(
     'seeds', ['0'], 'Of the runs of each method: 0,1,2. Some need the first.'
   )
@@ -391,13 +393,18 @@ def define_flags() -> None:
   flags.DEFINE_bool(
     'dry_run', False, 'Only list the runs, with their cost and the hours left.'
   )
-  flags.mark_flag_as_required('table')
 
 
 def main(argv: list[str]) -> None:
   """Plans, runs what is missing, writes the table."""
   command_line.no_arguments(argv)
   given = flags.FLAGS
+  if given.table is None:
+    print('Choose one of these tables of the paper:')
+    for name, table in TABLES.items():
+      data = table.config.removesuffix('.py')
+      print(f'  --table={name:10} on {data}: {", ".join(table.methods)}')
+    return
   table = restrict(TABLES[given.table], given.methods)
   seeds = parse_seeds(given.seeds)
   folder = epath.Path(given.workdir) / command_line.config_name()

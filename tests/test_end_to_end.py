@@ -660,44 +660,6 @@ def test_a_workdir_that_cannot_be_written(tmp_path):
   assert (tmp_path / 'file').read_text() == 'mine'
 
 
-@pytest.mark.parametrize(
-  ('flags', 'message'),
-  [
-    (['--config.train.t=3'], "Did you mean 'train.T'"),
-    (
-      ['--config', 'configs/mnist.py:cnn', '--config.model.options.hiden=8'],
-      "Did you mean 'hidden'",
-    ),
-    (['--config.train.T=x'], 'invalid literal for int'),
-    (['--config=configs/nope.py'], 'configs/nope.py'),
-    (['--config=configs/mnist.py:relased'], "Did you mean 'released'"),
-    (['--config.train.h=99'], 'train.h = 99 is more than train.T'),
-    (
-      ['--config.threats.dct_l1.eps', '0/255'],
-      'threats.dct_l1.eps = 0.0',
-    ),
-    (
-      ['--config.threats.dct_l2.eps=1/0'],
-      '--config.threats.dct_l2.eps=1/0',
-    ),
-    (['--mode=eval'], 'config.json'),
-    (['more'], 'Unknown arguments: more'),
-  ],
-)
-def test_bad_flags(flags, message, tmp_path):
-  result = subprocess.run(
-    [sys.executable, '-m', 'mwrobust.main', f'--workdir={tmp_path}/w', *flags],
-    capture_output=True,
-    text=True,
-    cwd=ROOT,
-    check=False,
-  )
-  assert result.returncode != 0
-  assert message in result.stdout + result.stderr
-  assert 'Traceback' not in result.stderr
-  assert not (tmp_path / 'w').exists()
-
-
 def test_the_raw_files_of_the_real_data_are_trained_on(tmp_path):
   folder = pathlib.Path(
     os.environ.get('MWROBUST_DATA', ROOT.parent / 'shared' / 'data')
