@@ -68,8 +68,8 @@ class NumberParser(flags.ArgumentParser):
 class TupleParser(flags.ArgumentParser):
   """Reads `linf,l2`, one word, or a tuple as Python writes it.
 
-  >>> [TupleParser().parse(text) for text in ('linf,l2', '3,2.5', "('l1',)", '')]
-  [('linf', 'l2'), (3, 2.5), ('l1',), ()]
+  >>> [TupleParser().parse(text) for text in ('linf,l2', "('l1',)", '3,2', '')]
+  [('linf', 'l2'), ('l1',), (3, 2), ()]
   """
 
   def parse(self, argument: str | tuple[Any, ...]) -> tuple[Any, ...]:

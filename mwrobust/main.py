@@ -5,6 +5,8 @@ r"""Trains one network to withstand many attacks, and measures it.
   python -m mwrobust.main --mode=eval --workdir=RUN \
     --config.threats.dct_l2.eps=2
   python -m mwrobust.main --mode=export --workdir=RUN
+
+Run the same command again to resume a run that was interrupted.
 """
 
 import functools
