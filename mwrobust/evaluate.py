@@ -19,6 +19,7 @@ from absl import flags
 
 from mwrobust import attacks, command_line, evaluation, reporting
 from mwrobust.attacks import spaces
+from mwrobust.data.archives import read_npz
 from mwrobust.errors import UserError, check_choice
 from mwrobust.importing import import_module_of
 from mwrobust.runtime import devices
@@ -131,10 +132,7 @@ def _make_threat(space: str, norm: str, eps: float) -> attacks.Threat:
 def load_examples(path: str, count: int) -> tuple[np.ndarray, np.ndarray]:
   """Reads the images and labels of an .npz file."""
   try:
-    with np.load(path, allow_pickle=False) as file:
-      there = list(file)
-      names = next((n for n in _ARRAYS if set(n) <= set(there)), ())
-      arrays = [np.atleast_1d(file[name]) for name in names]
+    arrays, there = read_npz(path, _ARRAYS)
   except Exception as error:  # A damaged archive raises many kinds.
     raise UserError(
       f'--data={path} cannot be read ({error}): it must be an .npz file with '
@@ -145,7 +143,7 @@ def load_examples(path: str, count: int) -> tuple[np.ndarray, np.ndarray]:
       f'--data={path} has the arrays {", ".join(there) or "none"}: it must '
       'have images and labels.'
     )
-  images, labels = arrays
+  images, labels = map(np.atleast_1d, arrays)
   if count > len(labels):
     raise UserError(
       f'--examples={count} is more than the {len(labels)} in {path}.'
