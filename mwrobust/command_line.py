@@ -1,6 +1,7 @@
 """What the programs share: the config flag, and errors in one line."""
 
 import ast
+import contextlib
 import fractions
 import functools
 import os
@@ -18,10 +19,12 @@ from ml_collections import config_flags
 from mwrobust import config as config_lib
 from mwrobust.errors import UserError
 from mwrobust.runtime import devices
-from mwrobust.runtime.signals import Interrupted
+from mwrobust.runtime.signals import Interrupted, silenced_threads
 
 flags.disclaim_key_flags()  # `--help` shows `--config` as the program's own.
 
+_CACHE_BYTES = 2**30  # The oldest of what was compiled goes first.
+_until_the_end = contextlib.ExitStack()
 _HERE = pathlib.Path(__file__).parent
 # A wheel has them inside of the package, a checkout beside it.
 CONFIGS = next(
@@ -150,10 +153,16 @@ def run(
     default_config: from the flags that are given, the config file to take if
       that is none of them; None for a program without a config.
   """
-  app.run(
-    functools.partial(call, main),
-    flags_parser=functools.partial(_parse, default_config),
-  )
+  try:
+    app.run(
+      functools.partial(call, main),
+      flags_parser=functools.partial(_parse, default_config),
+    )
+  except SystemExit:
+    # The message comes last: threads of a save that failed go on failing.
+    logging.set_verbosity(logging.FATAL)
+    _until_the_end.enter_context(silenced_threads())
+    raise
 
 
 def call(main: Callable[[list[str]], None], argv: list[str]) -> None:
@@ -163,6 +172,7 @@ def call(main: Callable[[list[str]], None], argv: list[str]) -> None:
     home = os.environ.get('XDG_CACHE_HOME') or pathlib.Path.home() / '.cache'
     cache = pathlib.Path(home, 'mwrobust', 'jax')
     jax.config.update('jax_compilation_cache_dir', str(cache))
+    jax.config.update('jax_compilation_cache_max_size', _CACHE_BYTES)
   try:
     main(argv[1:])
   except UserError as error:

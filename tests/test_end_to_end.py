@@ -77,7 +77,6 @@ sys.path.insert(0, sys.argv[1])
 point, where, workdir = sys.argv[2], int(sys.argv[3]), sys.argv[4]
 
 import tests.conftest
-from absl import flags
 from mwrobust import command_line, main
 from mwrobust.training import loop as train
 from mwrobust.evaluation import survivors
@@ -129,9 +128,9 @@ elif point == 'disk':
   resource.setrlimit(resource.RLIMIT_FSIZE, (where, where))
   signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 
-flags.FLAGS(['main', '--workdir=' + workdir])
+sys.argv = ['main', '--workdir=' + workdir]
 main._CONFIG = type('Flag', (), {'value': tiny()})
-command_line.call(main.main, ['main'])
+command_line.run(main.main, main.default_config)
 """
 
 
@@ -195,6 +194,10 @@ def test_the_main_job_ends_with_a_summary_and_leaves_its_results(undisturbed):
   config = json.loads((workdir / 'config.json').read_text())
   assert config['train']['batch_size'] == 20
   assert len(os.listdir(workdir / 'checkpoints')) == 2  # h of T
+  assert sorted(os.listdir(workdir)) == [
+    *('checkpoints', 'config.json', 'eval', 'metrics.jsonl', 'report.html'),
+    *('report.md', 'status.json', 'tensorboard'),
+  ]
 
 
 def test_metrics_tell_what_was_trained_and_what_it_cost(undisturbed):
@@ -281,6 +284,7 @@ def test_a_signal_saves_and_says_how_to_go_on(
   result = run_child('none', 0, workdir)
   assert 'Resuming from step 9 of 18' in result.stdout
   assert result.returncode == 0, result.stderr
+  assert sorted(os.listdir(workdir)) == sorted(os.listdir(expected))
   assert_same_state(workdir, expected)
 
 
@@ -317,6 +321,7 @@ def test_a_disk_that_fills_up_is_told_and_costs_nothing(undisturbed, tmp_path):
   result = run_child('disk', 6000, workdir)
   assert result.returncode == 1, result.stderr
   assert 'mwrobust: Cannot' in result.stderr
+  assert result.stderr.splitlines()[-1].startswith('mwrobust: Cannot')
   assert 'Traceback' not in result.stderr
   assert run_child('none', 0, workdir).returncode == 0
   assert_same_state(workdir, expected)
