@@ -58,7 +58,7 @@ def build(options: Options) -> vm.Plan:
       '--image-project=ubuntu-os-accelerator-images',
       '--boot-disk-size=100GB',
       '--maintenance-policy=TERMINATE',  # GPUs cannot be moved.
-      '--scopes=cloud-platform',  # The default may not write to buckets.
+      '--scopes=storage-rw',  # The default may only read buckets.
       *(spot if options.spot else []),
     ],
     connect='compute',

@@ -9,18 +9,30 @@
 set -euo pipefail
 
 home="$HOME/mwrobust"
+uv_version=0.11.2
+declare -A uv_sha256=(
+  [x86_64]=7ac2ca0449c8d68dae9b99e635cd3bc9b22a4cb1de64b7c43716398447d42981
+  [aarch64]=04792cac761c4a6ba78267f36f2af541b7f92196d42ac55d21d3ff6b0f5ab6a5
+)
 
 install() {
   mkdir -p "$home"
-  if [ ! -x "$home/uv/uv" ]; then
-    curl -LsSf https://astral.sh/uv/install.sh |
-      env UV_UNMANAGED_INSTALL="$home/uv" sh
+  if [ ! -x "$home/uv" ]; then
+    local machine url archive="$home/uv.tar.gz"
+    machine=$(uname -m)
+    url="https://github.com/astral-sh/uv/releases/download/$uv_version"
+    curl --fail --silent --show-error --location --retry 3 \
+      --output "$archive" "$url/uv-$machine-unknown-linux-gnu.tar.gz"
+    # Nothing of it is run before it is known to be the release.
+    echo "${uv_sha256[$machine]} $archive" | sha256sum --check --quiet
+    tar -xzf "$archive" -C "$home" --strip-components=1 --no-same-owner \
+      "uv-$machine-unknown-linux-gnu/uv"
   fi
   # Takes the Python of the image, and fetches one where that is too old.
   if [ ! -x "$home/venv/bin/python" ]; then
-    "$home/uv/uv" venv --quiet --python='>=3.11,<3.14' "$home/venv"
+    "$home/uv" venv --quiet --python='>=3.11,<3.14' "$home/venv"
   fi
-  "$home/uv/uv" pip install --quiet --python="$home/venv/bin/python" \
+  "$home/uv" pip install --quiet --python="$home/venv/bin/python" \
     --editable="$1[$2]"
 }
 

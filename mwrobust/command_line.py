@@ -1,5 +1,7 @@
-"""What the programs share: the config flag, and errors told in one line."""
+"""What the programs share: the config flag, and errors in one line."""
 
+import ast
+import contextlib
 import fractions
 import functools
 import os
@@ -7,7 +9,7 @@ import pathlib
 import sys
 import traceback
 from collections.abc import Callable
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import jax
 import ml_collections
@@ -17,13 +19,92 @@ from ml_collections import config_flags
 from mwrobust import config as config_lib
 from mwrobust.errors import UserError
 from mwrobust.runtime import devices
-from mwrobust.runtime.signals import Interrupted
+from mwrobust.runtime.signals import Interrupted, silenced_threads
 
-CONFIGS = pathlib.Path(__file__).parents[1] / 'configs'
+flags.disclaim_key_flags()  # `--help` shows `--config` as the program's own.
+
+_CACHE_BYTES = 2**30  # The oldest of what was compiled goes first.
+_until_the_end = contextlib.ExitStack()
+_HERE = pathlib.Path(__file__).parent
+# A wheel has them inside of the package, a checkout beside it.
+CONFIGS = next(
+  folder / 'configs'
+  for folder in (_HERE, _HERE.parent)
+  if (folder / 'configs').is_dir()
+)
+# What `--help` shows of the fields, and what each is.
+FIELDS = {
+  'method=greedy': 'who picks the threat of the next mini batch',
+  'data.name=mine.npz': 'mnist, cifar10, tfds:NAME, or your own',
+  'data.dir=DIR': 'folder of the published files',
+  'model.name=cnn': 'see mwrobust/models, or module:Class',
+  'threats.only=pixel_linf,dct_l1': 'which threats to use',
+  'threats.dct_l2.eps=1/2': 'the radius of one of them',
+  'train.T=10': 'outer steps',
+  'train.r=2': 'epochs in each',
+  'train.batch_size=100': 'images in a mini batch',
+  'eval.examples=500': 'the first so many test images; 0 for all',
+  'eval.protocols=standard,fast': 'how hard the evaluation attacks',
+  'seed=1': 'of everything random',
+}
+
+
+class NumberParser(flags.ArgumentParser):
+  """Reads a number such as `0.3` or `8/255`.
+
+  >>> NumberParser().parse('51/255')
+  0.2
+  """
+
+  syntactic_help = 'a number'
+
+  def parse(self, argument: str | float) -> float:
+    """Returns the number, or raises a ValueError."""
+    try:
+      if isinstance(argument, str):
+        argument = fractions.Fraction(argument.replace(' ', ''))
+      return float(argument)
+    except (ValueError, ArithmeticError) as error:
+      raise ValueError('It must be a number, such as 0.3 or 8/255.') from error
+
+
+class TupleParser(flags.ArgumentParser):
+  """Reads `linf,l2`, one word, or a tuple as Python writes it.
+
+  >>> [TupleParser().parse(text) for text in ('linf,l2', "('l1',)", '3,2', '')]
+  [('linf', 'l2'), ('l1',), (3, 2), ()]
+  """
+
+  def parse(self, argument: str | tuple[Any, ...]) -> tuple[Any, ...]:
+    """Returns the tuple; words that are no numbers are strings."""
+    if isinstance(argument, str):
+      try:
+        argument = ast.literal_eval(argument)
+      except (SyntaxError, ValueError):
+        words = argument.strip(' ()').split(',')
+        argument = filter(None, (word.strip(' \'"') for word in words))
+      else:
+        is_one = not isinstance(argument, tuple | list)
+        argument = [argument] if is_one else argument
+    return tuple(argument)
+
+
+config_flags.register_flag_parser_for_type(float, NumberParser())
+config_flags.register_flag_parser_for_type(tuple, TupleParser())
 
 
 def define_config(text: str) -> flags.FlagHolder[ml_collections.ConfigDict]:
   """Defines `--config` and all of `--config.field`."""
+  text = '\n'.join(
+    [
+      text,
+      '',
+      *_describe_configs(),
+      '',
+      'mwrobust/config.py describes all of its fields. Each has a flag:',
+      *(f'--config.{field}  {meaning}' for field, meaning in FIELDS.items()),
+    ]
+  )
   return config_flags.DEFINE_config_file(
     'config',
     None,
@@ -32,6 +113,24 @@ def define_config(text: str) -> flags.FlagHolder[ml_collections.ConfigDict]:
     lock_config=False,
     accept_new_attributes=True,
   )
+
+
+def _describe_configs() -> list[str]:
+  """Returns a line on each file in `CONFIGS`: what it is, and its variants."""
+  lines = []
+  for path in sorted(CONFIGS.glob('*.py')):
+    module = ast.parse(path.read_text())
+    (function,) = (
+      node
+      for node in module.body
+      if isinstance(node, ast.FunctionDef) and node.name == 'get_config'
+    )
+    first_lines = [
+      (ast.get_docstring(node) or '').partition('\n')[0]
+      for node in (module, function)
+    ]
+    lines.append(' '.join([f'configs/{path.name}:', *first_lines]))
+  return lines
 
 
 def config_name() -> str:
@@ -52,17 +151,23 @@ def run(
   main: Callable[[list[str]], None],
   default_config: Callable[[dict[str, str]], str] | None = None,
 ) -> None:
-  """Runs a program; what its user can mend is told in a line.
+  """Runs a program; what its user can fix is said in a line.
 
   Args:
     main: gets what is no flag; reads its flags itself.
     default_config: from the flags that are given, the config file to take if
       that is none of them; None for a program without a config.
   """
-  app.run(
-    functools.partial(call, main),
-    flags_parser=functools.partial(_parse, default_config),
-  )
+  try:
+    app.run(
+      functools.partial(call, main),
+      flags_parser=functools.partial(_parse, default_config),
+    )
+  except SystemExit:
+    # The message comes last: threads of a save that failed go on failing.
+    logging.set_verbosity(logging.FATAL)
+    _until_the_end.enter_context(silenced_threads())
+    raise
 
 
 def call(main: Callable[[list[str]], None], argv: list[str]) -> None:
@@ -72,6 +177,7 @@ def call(main: Callable[[list[str]], None], argv: list[str]) -> None:
     home = os.environ.get('XDG_CACHE_HOME') or pathlib.Path.home() / '.cache'
     cache = pathlib.Path(home, 'mwrobust', 'jax')
     jax.config.update('jax_compilation_cache_dir', str(cache))
+    jax.config.update('jax_compilation_cache_max_size', _CACHE_BYTES)
   try:
     main(argv[1:])
   except UserError as error:
@@ -108,46 +214,6 @@ def _given_flags(argv: list[str]) -> dict[str, str]:
   return given
 
 
-def number(text: str, field: str) -> float:
-  """Reads a number such as `0.3` or `8/255`.
-
-  >>> number('51/255', '--linf')
-  0.2
-  """
-  try:
-    return float(fractions.Fraction(text.replace(' ', '')))
-  except (ValueError, ArithmeticError) as error:
-    raise UserError(
-      f'{field}={text} must be a number, such as 0.3 or 8/255.'
-    ) from error
-
-
-def without_fractions(argv: list[str]) -> list[str]:
-  """Writes the fractions of `--config` fields that are numbers as decimals.
-
-  >>> without_fractions(['--config.threats.dct_l1.eps=51/255', '--workdir=1/2'])
-  ['--config.threats.dct_l1.eps=0.2', '--workdir=1/2']
-  """
-  fields = config_lib.flatten(config_lib.base())
-
-  def is_number(flag: str) -> bool:
-    field = flag.removeprefix('--config.')
-    is_radius = field.startswith('threats.') and field.endswith('.eps')
-    return is_radius or isinstance(fields.get(field), float)
-
-  found, previous = [], ''
-  for arg in argv:
-    name, equals, value = arg.partition('=')
-    if not equals:  # A flag's value may be a word of its own.
-      name, value = previous, arg
-    previous = arg
-    if is_number(name) and '/' in value:
-      value = repr(number(value, name))
-      arg = f'{name}={value}' if equals else value
-    found.append(arg)
-  return found
-
-
 def no_arguments(argv: list[str]) -> None:
   """Refuses words that are no flags."""
   if argv:
@@ -164,15 +230,25 @@ def _parse(
         config_lib.check_field(word.removeprefix('config.'))
     if default_config and 'config' not in given:
       argv = [argv[0], f'--config={default_config(given)}', *argv[1:]]
-    argv = [argv[0], *without_fractions(argv[1:])]
-    rest = flags.FLAGS(argv)
+    rest = flags.FLAGS([_find_config(arg) for arg in argv])
     if default_config:
       _ = flags.FLAGS.config.preset  # What could not be read says so now.
     return rest
   except (UserError, OSError, AttributeError) as error:
     sys.exit(f'mwrobust: {error}')
+  except KeyError as error:  # Of a group such as threats.NAME.
+    sys.exit(f'mwrobust: config has no {". ".join(error.args[0].splitlines())}')
   except flags.Error as error:
     sys.exit(f'mwrobust: {_from_config(error) or error}')
+
+
+def _find_config(arg: str) -> str:
+  """Lets configs/NAME.py be ours where the current folder has no configs."""
+  flag, found, name = arg.partition('configs/')
+  is_path = found and flag in ('', '--config=', '-config=')
+  if is_path and not pathlib.Path('configs').exists():
+    return f'{flag}{CONFIGS / name}'
+  return arg
 
 
 def _from_config(error: BaseException) -> UserError | None:

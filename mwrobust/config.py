@@ -13,7 +13,6 @@ import json
 import math
 import numbers
 import os
-import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -22,7 +21,7 @@ from etils import epath
 
 from mwrobust import attacks, data
 from mwrobust.attacks import norms
-from mwrobust.errors import UserError, check_choice
+from mwrobust.errors import UserError, check_choice, did_you_mean
 from mwrobust.evaluation import PROTOCOLS
 from mwrobust.importing import import_module_of
 from mwrobust.training import policies
@@ -252,23 +251,40 @@ def flatten(config: Mapping[str, Any], prefix: str = '') -> dict[str, Any]:
 
 def check_field(field: str) -> None:
   """Raises a UserError if there is no such field."""
-  known = flatten(base())
-  if field in known or field.startswith('model.options.'):
+  match field.split('.'):
+    case ['threats', threat, _, *_]:
+      pass
+    case _:
+      threat = 'NAME'
+  attack = list(base().attack)
+  fields = [
+    *flatten(base()),
+    *(f'threats.{threat}.{name}' for name in THREAT_FIELDS),
+    *(f'threats.{threat}.attack.{name}' for name in attack),
+    *(f'validation_attack.{name}' for name in attack),
+  ]
+  if field in fields or field.startswith('model.options.'):
     return
   if field in ('epochs', 'train.epochs'):
     raise UserError(
-      f'config.{field} does not exist: the epochs are train.T x train.r, or '
+      f'There is no config.{field}: the epochs are train.T x train.r, or '
       'follow from train.budget.'
     )
   group, _, name = field.rpartition('.')
-  if group == 'validation_attack' or re.fullmatch(
-    r'threats\.[^.]+\.attack', group
-  ):
-    check_choice(f'The field of config.{group}', name, base().attack)
-  elif re.fullmatch(r'threats\.[^.]+', group):
-    check_choice(f'The field of config.{group}', name, THREAT_FIELDS)
-  else:
-    check_choice('config', field, known)
+  same = [f for f in fields if f.lower().rpartition('.')[2] == name.lower()]
+  hint = did_you_mean(field, fields)
+  if same:
+    hint = f' Did you mean {" or ".join(map(repr, same))}?'
+  prefix = f'{group}.' if any(f.startswith(f'{group}.') for f in fields) else ''
+  names = dict.fromkeys(
+    f.removeprefix(prefix).partition('.')[0]
+    for f in fields
+    if f.startswith(prefix)
+  )
+  raise UserError(
+    f'There is no config.{field}.{hint} '
+    f'config.{prefix}* can be: {", ".join(names)}.'
+  )
 
 
 def apply_variants(
@@ -285,7 +301,7 @@ def apply_variants(
   """
   words = list(filter(None, words.split(',')))
   for word in words:
-    check_choice('The variant', word, variants)
+    check_choice('variant', word, variants)
   for word, change in variants.items():
     if word in words:
       change(config)

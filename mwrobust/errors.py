@@ -1,4 +1,4 @@
-"""The one exception that means: the user can mend this."""
+"""The one exception that means: the user can fix this."""
 
 import difflib
 from collections.abc import Iterable
@@ -17,16 +17,23 @@ def check_choice(field: str, value: str, choices: Iterable[str]) -> None:
   >>> check_choice('method', 'gredy', ['greedy', 'single'])
   Traceback (most recent call last):
   ...
-  mwrobust.errors.UserError: method = 'gredy' does not exist. Did you mean
+  mwrobust.errors.UserError: method = 'gredy' is not known. Did you mean
   'greedy'? Choose one of: greedy, single.
   """
   choices = list(choices)
-  if value in choices:
-    return
+  if value not in choices:
+    raise UserError(
+      f'{field} = {value!r} is not known.{did_you_mean(value, choices)} '
+      f'Choose one of: {", ".join(choices)}.'
+    )
+
+
+def did_you_mean(value: str, choices: Iterable[str]) -> str:
+  """Returns the question that suggests the nearest choice, '' if none is near.
+
+  >>> did_you_mean('Sgd', ['adam', 'sgd'])
+  " Did you mean 'sgd'?"
+  """
   by_lower = {choice.lower(): choice for choice in choices}
   close = difflib.get_close_matches(str(value).lower(), by_lower, n=1)
-  hint = f' Did you mean {by_lower[close[0]]!r}?' if close else ''
-  raise UserError(
-    f'{field} = {value!r} does not exist.{hint} '
-    f'Choose one of: {", ".join(choices)}.'
-  )
+  return f' Did you mean {by_lower[close[0]]!r}?' if close else ''

@@ -19,6 +19,7 @@ from absl import flags
 
 from mwrobust import attacks, command_line, evaluation, reporting
 from mwrobust.attacks import spaces
+from mwrobust.data.archives import read_npz
 from mwrobust.errors import UserError, check_choice
 from mwrobust.importing import import_module_of
 from mwrobust.runtime import devices
@@ -36,8 +37,11 @@ def define_flags() -> None:
     'data', None, 'An .npz file with images and labels.', required=True
   )
   for norm in ('linf', 'l2', 'l1'):
-    flags.DEFINE_string(
-      norm, None, f'The {norm} radius, such as 0.3 or 8/255; none by default.'
+    flags.DEFINE(
+      command_line.NumberParser(),
+      norm,
+      None,
+      f'The {norm} radius, such as 0.3 or 8/255; none by default.',
     )
   flags.DEFINE_list(
     'spaces', ['pixel'], f'Spaces to attack in: {", ".join(spaces.SPACES)}.'
@@ -103,36 +107,32 @@ def main(argv: list[str]) -> None:
 
 
 def make_threats(
-  radii: dict[str, str | None], names: list[str]
+  radii: dict[str, float | None], names: list[str]
 ) -> list[attacks.Threat]:
   """Returns each space with each norm that has a radius."""
-  if not any(radii.values()):
+  radii = {norm: eps for norm, eps in radii.items() if eps is not None}
+  if not radii:
     raise UserError('Give at least one radius: --linf=8/255, --l2, --l1.')
   for name in names:
     check_choice('--spaces', name, spaces.SPACES)
   return [
-    _make_threat(name, norm, text)
+    _make_threat(name, norm, eps)
     for name in names
-    for norm, text in radii.items()
-    if text
+    for norm, eps in radii.items()
   ]
 
 
-def _make_threat(space: str, norm: str, text: str) -> attacks.Threat:
-  eps = command_line.number(text, f'--{norm}')
+def _make_threat(space: str, norm: str, eps: float) -> attacks.Threat:
   try:
     return attacks.Threat(space=space, norm=norm, eps=eps)
   except ValueError as error:
-    raise UserError(f'--{norm}={text}: {error}') from error
+    raise UserError(f'--{norm}={eps}: {error}') from error
 
 
 def load_examples(path: str, count: int) -> tuple[np.ndarray, np.ndarray]:
   """Reads the images and labels of an .npz file."""
   try:
-    with np.load(path, allow_pickle=False) as file:
-      there = list(file)
-      names = next((n for n in _ARRAYS if set(n) <= set(there)), ())
-      arrays = [np.atleast_1d(file[name]) for name in names]
+    arrays, there = read_npz(path, _ARRAYS)
   except Exception as error:  # A damaged archive raises many kinds.
     raise UserError(
       f'--data={path} cannot be read ({error}): it must be an .npz file with '
@@ -143,7 +143,7 @@ def load_examples(path: str, count: int) -> tuple[np.ndarray, np.ndarray]:
       f'--data={path} has the arrays {", ".join(there) or "none"}: it must '
       'have images and labels.'
     )
-  images, labels = arrays
+  images, labels = map(np.atleast_1d, arrays)
   if count > len(labels):
     raise UserError(
       f'--examples={count} is more than the {len(labels)} in {path}.'

@@ -6,7 +6,7 @@ r"""Trains one network to withstand many attacks, and measures it.
     --config.threats.dct_l2.eps=2
   python -m mwrobust.main --mode=export --workdir=RUN
 
-Intentionally short: the flags, and one call.
+Run the same command again to resume a run that was interrupted.
 """
 
 import functools
@@ -21,7 +21,7 @@ from mwrobust.runtime import devices
 from mwrobust.training import evaluation, loop
 
 _CONFIG = command_line.define_config(
-  'File of the run, with variants: configs/mnist.py:cnn. By default '
+  'What to run, FILE or FILE:VARIANT,VARIANT. By default '
   'configs/quickstart.py; for eval and export that of the run in the workdir.'
 )
 _WORKDIR = flags.DEFINE_string(

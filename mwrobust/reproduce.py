@@ -37,7 +37,9 @@ def define_flags() -> None:
   command_line.define_config(
     'What all runs share; by default the file of the setting of the table.'
   )
-  flags.DEFINE_enum('table', None, list(TABLES), 'Which one to make.')
+  flags.DEFINE_enum(
+    'table', None, list(TABLES), 'Which one to make; without it, lists them.'
+  )
   flags.DEFINE_list(
     'seeds', ['0'], 'Of the runs of each method: 0,1,2. Some need the first.'
   )
@@ -62,13 +64,18 @@ def define_flags() -> None:
   flags.DEFINE_bool(
     'dry_run', False, 'Only list the runs, with their cost and the time left.'
   )
-  flags.mark_flag_as_required('table')
 
 
 def main(argv: list[str]) -> None:
   """Plans, runs what is missing, writes the table."""
   command_line.no_arguments(argv)
   given = flags.FLAGS
+  if given.table is None:
+    print('Choose one of these tables:')
+    for name, table in TABLES.items():
+      methods = ', '.join(table.methods)
+      print(f'  --table={name:10} {table.config}: {methods}')
+    return
   if devices.among_slurm_tasks():
     raise UserError('Run this once, not in each task: srun --ntasks=1.')
   table = restrict(TABLES[given.table], given.methods)

@@ -123,13 +123,14 @@ def test_all_are_kept_for_the_ensemble(start, open_in, tmp_path):
   assert len(last(tmp_path, 5, start)) == 5
 
 
-def test_the_furthest_state_is_restored(start, open_in):
+def test_the_furthest_state_is_restored(start, open_in, tmp_path):
   checkpoints = open_in()
   checkpoints.save(after(start, 1))
   checkpoints.save_interrupted(after(start, 1, step=17))
   assert_same(open_in().restore(start, print), after(start, 1, step=17))
   checkpoints.save(after(start, 2))
   assert_same(open_in().restore(start, print), after(start, 2))
+  assert os.listdir(tmp_path) == ['checkpoints']  # The other is not needed.
 
 
 def damage(folder: pathlib.Path, how):
@@ -257,6 +258,10 @@ def test_a_full_disk_is_told_and_the_last_checkpoint_stays(
   sys.unraisablehook(types.SimpleNamespace(exc_value=OSError('and again')))
   assert capsys.readouterr().err == ''
   assert_same(open_in().restore(start, print), after(start, 1))
+  # When it is closed, the hooks are what they were.
+  checkpoints.close()
+  assert threading.excepthook is threading.__excepthook__
+  assert sys.unraisablehook is sys.__unraisablehook__
 
 
 def test_a_lost_outer_step_is_made_again_before_what_came_after_it(

@@ -119,52 +119,58 @@ def test_the_presets_hold_the_numbers_of_the_paper_and_of_the_code():
 
 
 @pytest.mark.parametrize(
-  ('field', 'value', 'message'),
+  ('field', 'value', 'suggested'),
   [
-    ('algorithm', 'figure4', r"algorithm = 'figure4'.*scalable, ensemble"),
-    ('data.validation', 'first', r"data\.validation = 'first'"),
-    ('model.name', 'resnet5', r"Did you mean 'resnet50'\?"),
-    ('threats.dct_l1.space', 'dkt', r"threats\.dct_l1\.space = 'dkt'"),
-    ('threats.dct_l1.space', 'no.where:X', r'space=no\.where:X.*cannot'),
-    ('threats.dct_l1.norm', 'l3', r"threats\.dct_l1\.norm = 'l3'"),
-    ('threats.dct_l1.clip', 'once', r"clip='once'"),
-    ('threats.only', ('dct_l3',), r"threats\.only = 'dct_l3'.*Did you mean"),
-    ('threats.only', ('dct_l1', 'dct_l1'), r'threats\.only = .* repeats'),
-    ('threats.dct_l1.attack', {'step': 3}, r"Did you mean 'steps'\?"),
-    ('validation_attack', {'step': 3}, r"Did you mean 'steps'\?"),
-    ('attack.rule', 'fgsm', r"rule='fgsm'"),
-    ('attack.steps', 0, r'attack\.steps = 0.*at least 1'),
-    ('train.precision', 'float16', r"train\.precision = 'float16'"),
-    ('train.budget', -1, r'train\.budget = -1'),
-    ('optimizer.drops', (-1,), r'optimizer\.drops = \(-1,\).*epochs'),
-    ('data.name', 'minst', r"data\.name = 'minst'.*Did you mean 'mnist'"),
-    ('threats.dct_l2.eps', 0.0, r'threats\.dct_l2\.eps = 0\.0.*more than 0'),
-    ('method', 'gredy', r"Did you mean 'greedy'\?"),
-    ('policy.eta', -1.0, r'policy\.eta = -1\.0.*more than 0'),
-    ('optimizer.name', 'sdg', r"Did you mean 'sgd'\?"),
-    ('optimizer.schedule', 'linear', r'Choose one of: steps, one_cycle'),
-    ('train.h', 21, r'train\.h = 21 is more than train\.T = 20'),
-    ('train.T', 0, r'train\.T = 0.*at least 1'),
-    ('train.r', 0.0, r'train\.r = 0\.0.*more than 0'),
-    ('eval.protocols', ('papr',), r"Did you mean 'paper'\?"),
-    ('eval.protocols', (), r'eval\.protocols must name'),
-    ('eval.others', ('average',), r"eval\.others = 'average'"),
-    ('train.ramp', 1.5, r'train\.ramp = 1\.5.*at least 0 and at most 1'),
-    ('attack.percentile', 100.0, r'percentile=100\.0'),
-    ('optimizer.learning_rate', float('nan'), r'learning_rate = nan.*finite'),
-    ('seed', -1, r'seed = -1.*at least 0'),
-    ('policy.decay', 0.0, r'policy\.decay = 0\.0.*more than 0'),
-    ('eval.split', 'train', r"eval\.split = 'train'.*test, validation"),
+    ('algorithm', 'figure4', 'ensemble'),
+    ('data.validation', 'first', 'last'),
+    ('model.name', 'resnet5', "'resnet50'"),
+    ('threats.dct_l1.space', 'dkt', "'dct'"),
+    ('threats.dct_l1.space', 'no.where:X', ''),
+    ('threats.dct_l1.norm', 'l3', 'linf'),
+    ('threats.dct_l1.clip', 'once', 'inside'),
+    ('threats.only', ('dct_l3',), "'dct_l"),
+    ('threats.only', ('dct_l1', 'dct_l1'), ''),
+    ('threats.dct_l1.attack', {'step': 3}, "'threats.dct_l1.attack.steps'"),
+    ('validation_attack', {'step': 3}, "'validation_attack.steps'"),
+    ('attack.rule', 'fgsm', 'apgd'),
+    ('attack.steps', 0, '1'),
+    ('train.precision', 'float16', 'bfloat16'),
+    ('train.budget', -1, '0'),
+    ('optimizer.drops', (-1,), '0'),
+    ('data.name', 'minst', "'mnist'"),
+    ('threats.dct_l2.eps', 0.0, '0'),
+    ('method', 'gredy', "'greedy'"),
+    ('policy.eta', -1.0, '0'),
+    ('optimizer.name', 'sdg', "'sgd'"),
+    ('optimizer.schedule', 'linear', 'one_cycle'),
+    ('train.h', 21, 'train.T = 20'),
+    ('train.T', 0, '1'),
+    ('train.r', 0.0, '0'),
+    ('eval.protocols', ('papr',), "'paper'"),
+    ('eval.protocols', (), ''),
+    ('eval.others', ('average',), 'ensemble'),
+    ('train.ramp', 1.5, '1'),
+    ('attack.percentile', 100.0, ''),
+    ('optimizer.learning_rate', float('nan'), '0'),
+    ('seed', -1, '0'),
+    ('policy.decay', 0.0, '0'),
+    ('eval.split', 'train', 'validation'),
   ],
 )
-def test_bad_values_are_named(field, value, message):
+def test_a_bad_value_is_named_and_another_suggested(field, value, suggested):
   config = load('mnist')
   group, _, name = field.rpartition('.')
   target = config[group] if group else config
   with target.unlocked(), target.ignore_type():
     target[name] = value
-  with pytest.raises(UserError, match=message):
+  with pytest.raises(UserError) as caught:
     config_lib.validate(config)
+  said = str(caught.value)
+  # An attack names its arguments, which are the fields of one group.
+  assert name in said
+  first = next(iter(value), '') if isinstance(value, tuple | dict) else value
+  assert str(first) in said
+  assert suggested in said.replace(str(first), '', 1)
 
 
 def test_what_is_shared_names_no_folder_of_this_machine():

@@ -219,3 +219,38 @@ def test_unknown_primitives_are_left_as_they_are():
   plain = gradient_of(lambda x: shard(conv)(conv(x)))
   expected = jax.jit(plain)(IMAGES)
   assert (jax.jit(fast(plain))(IMAGES) == expected).all()
+
+
+def _attack_gradient(x):
+  """The gradient of an NCHW network, as an attack evaluates it."""
+  traced = jax.make_jaxpr(jax.grad(lambda x: nchw(x).sum()))(x)
+  return convolutions.eval_jaxpr(traced.jaxpr, traced.consts, x)[0]
+
+
+def _drop_a_result(eqn, operands):
+  return _eval_eqn(eqn, operands)[:-1]
+
+
+def _change_a_shape(eqn, operands):
+  return [result[..., :-1] for result in _eval_eqn(eqn, operands)]
+
+
+_eval_eqn = convolutions._eval_eqn
+
+
+@pytest.mark.parametrize(
+  ('name', 'other'),
+  [
+    ('_KNOWN', {'padding'}),  # As if a new parameter had come.
+    ('_fast_form', lambda ndim: None),
+    ('_eval_eqn', _drop_a_result),
+    ('_eval_eqn', _change_a_shape),
+  ],
+)
+def test_an_unknown_form_is_evaluated_plainly(name, other, monkeypatch):
+  expected = jax.grad(lambda x: nchw(x).sum())(IMAGES)
+  monkeypatch.setattr(convolutions, name, other)
+  with pytest.warns(UserWarning, match='version of JAX') as caught:
+    found = _attack_gradient(IMAGES)
+  assert len(caught) == 1
+  np.testing.assert_array_equal(found, expected)

@@ -737,10 +737,15 @@ if [ "$1" = venv ]; then
   chmod +x "${{@: -1}}/bin/python"
 fi
 """
-INSTALLER = f"""mkdir -p "$UV_UNMANAGED_INSTALL"
-cat >"$UV_UNMANAGED_INSTALL/uv" <<'END'
-{UV}END
-chmod +x "$UV_UNMANAGED_INSTALL/uv"
+# Downloads an archive to the file after --output.
+CURL = """#!/bin/bash
+echo curl >>"$HOME/uv.log"
+while [ "$1" != --output ]; do shift; done
+cp "$(dirname "$0")/uv.tar.gz" "$2"
+"""
+# Would refuse that archive; takes any that is checked at all.
+SHA256SUM = """#!/bin/bash
+read -r checksum path && [ "${#checksum}" = 64 ] && [ -f "$path" ]
 """
 
 
@@ -757,11 +762,22 @@ def machine(tmp_path, fakes):
     ['tar', '-czf', home / 'mwrobust.tar.gz', '-C', package.parent, 'mwrobust'],
     check=True,
   )
-  (fakes.folder / 'installer').write_text(INSTALLER)
-  (fakes.folder / 'curl').write_text(
-    f'#!/bin/bash\necho curl >>"$HOME/uv.log"\ncat {fakes.folder}/installer\n'
+  release = tmp_path / f'uv-{os.uname().machine}-unknown-linux-gnu'
+  release.mkdir()
+  for path, text in (
+    (release / 'uv', UV),
+    (fakes.folder / 'curl', CURL),
+    (fakes.folder / 'sha256sum', SHA256SUM),
+  ):
+    path.write_text(text)
+    path.chmod(0o755)
+  subprocess.run(
+    [
+      *('tar', '-czf', fakes.folder / 'uv.tar.gz', '-C', tmp_path),
+      release.name,
+    ],
+    check=True,
   )
-  (fakes.folder / 'curl').chmod(0o755)
 
   def start(*args):
     return subprocess.Popen(
@@ -800,6 +816,18 @@ def test_worker_says_how_the_run_ended(machine, flag, code):
   process = machine(flag)
   process.communicate(timeout=60)
   assert process.returncode == code
+
+
+def test_worker_runs_nothing_of_a_download_that_is_not_the_release(
+  machine, fakes
+):
+  (fakes.folder / 'sha256sum').unlink()  # The real one, then.
+  process = machine()
+  out, _ = process.communicate(timeout=60)
+  assert process.returncode not in (0, vm.USER_ERROR)
+  assert 'uv.tar.gz: FAILED' in out
+  assert (machine.home / 'uv.log').read_text() == 'curl\n'
+  assert not (machine.home / 'mwrobust' / 'uv').exists()
 
 
 def test_worker_says_that_it_could_not_start(machine):

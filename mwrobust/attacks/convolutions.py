@@ -18,6 +18,7 @@ when that test fails, XLA no longer needs this module: delete it.
 """
 
 import functools
+import warnings
 from collections.abc import Sequence
 
 import jax
@@ -35,6 +36,17 @@ _CALLS = {
   'custom_jvp_call': 'call_jaxpr',
   'custom_vjp_call': 'call_jaxpr',
   'remat2': 'jaxpr',
+}
+# Parameters of a convolution that mean the same in every form.
+_KNOWN = {
+  'window_strides',
+  'padding',
+  'lhs_dilation',
+  'rhs_dilation',
+  'feature_group_count',
+  'batch_group_count',
+  'precision',
+  'preferred_element_type',
 }
 # Primitives that stay, with the jaxprs in these parameters rewritten.
 _BODIES = {
@@ -55,11 +67,31 @@ def eval_jaxpr(
     *args: the arguments.
 
   Returns:
-    The flat list of results. On other platforms nothing is rewritten.
+    The flat list of results. Nothing is rewritten on other platforms, or where
+    JAX has a form of convolutions or jaxprs that is not known here.
   """
-  if jax.default_backend() != 'cpu' or not _is_slow(jaxpr):
-    return jax.core.eval_jaxpr(jaxpr, consts, *args)
+  if jax.default_backend() == 'cpu':
+    try:
+      results = _evaluate(jaxpr, consts, *args)
+      found = [jax.typeof(result).str_short() for result in results]
+      expected = [atom.aval.str_short() for atom in jaxpr.outvars]
+      if found != expected:
+        raise ValueError(f'{found} instead of {expected}')
+      return results
+    except Exception as error:  # Whatever a newer JAX may do to its internals.
+      warnings.warn(
+        'Convolutions inside of loops stay slow with this version of JAX: '
+        f'{type(error).__name__}: {error}',
+        stacklevel=2,
+      )
+  return jax.core.eval_jaxpr(jaxpr, consts, *args)
 
+
+def _evaluate(
+  jaxpr: core.Jaxpr, consts: Sequence[Array], *args: Array
+) -> list[Array]:
+  if not _is_slow(jaxpr):
+    return jax.core.eval_jaxpr(jaxpr, consts, *args)
   values = dict(zip(jaxpr.constvars, consts, strict=True))
   values.update(zip(jaxpr.invars, args, strict=True))
 
@@ -81,7 +113,7 @@ def _eval_eqn(eqn: core.JaxprEqn, operands: list[Array]) -> list[Array]:
     if params.get('differentiated'):  # What makes a remat compute twice.
       operands = lax.optimization_barrier(operands)
     jaxpr, consts = _open(params[_CALLS[name]])
-    return eval_jaxpr(jaxpr, consts, *operands)
+    return _evaluate(jaxpr, consts, *operands)
   if name in _BODIES:
     bodies = {key: _map_jaxprs(_rewrite, params[key]) for key in _BODIES[name]}
     params = params | bodies
@@ -98,6 +130,9 @@ def _convolution(
   **params,
 ) -> Array:
   """The convolution as NHWC, HWIO -> NHWC (or its 1-D or 3-D counterpart)."""
+  given = {name for name, value in params.items() if value is not None}
+  if unknown := given - _KNOWN:
+    raise ValueError(f'convolutions have {", ".join(sorted(unknown))}')
   batch, feature, *space = dimension_numbers.lhs_spec
   images = _transpose(images, (batch, *space, feature))
   output, input_, *space = dimension_numbers.rhs_spec
@@ -150,7 +185,7 @@ def _rewrite(body: core.ClosedJaxpr) -> core.ClosedJaxpr:
   jaxpr, consts = _open(body)
   if not _is_slow(jaxpr):
     return body
-  function = functools.partial(eval_jaxpr, jaxpr, consts)
+  function = functools.partial(_evaluate, jaxpr, consts)
   return jax.make_jaxpr(function)(*body.in_avals)
 
 

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
+from mwrobust.data.archives import read_npz
 from mwrobust.data.arrays import Split, make_split, stack
 from mwrobust.data.order import permutation
 from mwrobust.errors import UserError
@@ -45,14 +46,8 @@ def load(path: pathlib.Path, source: str) -> tuple[Split, Split]:
 
 
 def _load_npz(path: pathlib.Path, source: str) -> tuple[Split, Split]:
-  found, there = [], []
   try:
-    # Never unpickle: a pickle can run any program.
-    with np.lib.npyio.NpzFile(path, allow_pickle=False) as file:
-      there = file.files
-      for names in ARRAYS:
-        if not found and {*names} <= {*there}:
-          found = [file[name] for name in names]
+    found, there = read_npz(path, ARRAYS)
   except Exception as error:  # A damaged archive raises many kinds.
     raise UserError(
       f'{source} cannot be read ({error}): it must be an .npz file of plain '

@@ -1,9 +1,10 @@
-"""SIGTERM and Ctrl-C, heard at the next safe moment."""
+"""SIGTERM and Ctrl-C, heard at the next safe moment; threads, not heard."""
 
 import contextlib
 import itertools
 import os
 import signal
+import sys
 import threading
 from collections.abc import Iterator
 
@@ -79,3 +80,16 @@ def stop_signals() -> Iterator[Stop]:
     yield stop
   finally:
     restore()
+
+
+@contextlib.contextmanager
+def silenced_threads() -> Iterator[None]:
+  """Prints no traceback of other threads, whose failure is raised here too."""
+  hooks = threading.excepthook, sys.unraisablehook
+  threading.excepthook = lambda args: None
+  # Of TensorStore, when it tells a closed event loop of one more failure.
+  sys.unraisablehook = lambda args: None
+  try:
+    yield
+  finally:
+    threading.excepthook, sys.unraisablehook = hooks

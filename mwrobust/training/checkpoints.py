@@ -11,8 +11,6 @@ import contextlib
 import errno
 import logging
 import os
-import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -23,6 +21,7 @@ from orbax.checkpoint import v1 as ocp
 
 from mwrobust.errors import UserError
 from mwrobust.runtime import devices
+from mwrobust.runtime.signals import silenced_threads
 from mwrobust.training.state import TrainState
 
 
@@ -36,17 +35,55 @@ class Checkpoints:
       workdir: the folder of the run.
       keep: how many outer steps to keep; None for all.
     """
-    self._workdir = workdir
+    self._workdir = epath.Path(workdir)
     self._outer = _open(workdir / 'checkpoints', keep, cleanup=True)
-    self._interrupted = _open(workdir / 'interrupted', 1, cleanup=True)
+    self._interrupted = None
+    if self._interrupted_folder.is_dir():
+      self._open_interrupted()
+    self._until_closed = contextlib.ExitStack()
 
   def save(self, state: TrainState) -> None:
-    """Saves the state after an outer step."""
-    _save(self._outer, int(state.outer_step), state)
+    """Saves the state after an outer step; those before it are not needed."""
+    self._save(self._outer, int(state.outer_step), state)
+    if self._interrupted:
+      self._interrupted.close()
+      self._interrupted = None
+      if devices.is_first_process():
+        self._interrupted_folder.rmtree()
+      devices.wait_for_all('the interrupted state is removed')
 
   def save_interrupted(self, state: TrainState) -> None:
     """Saves the state in the midst of an outer step."""
-    _save(self._interrupted, int(state.step), state)
+    if not self._interrupted:
+      self._open_interrupted()
+    self._save(self._interrupted, int(state.step), state)
+
+  @property
+  def _interrupted_folder(self) -> epath.Path:
+    return self._workdir / 'interrupted'
+
+  def _open_interrupted(self) -> None:
+    self._interrupted = _open(self._interrupted_folder, 1, cleanup=True)
+
+  @property
+  def _opened(self) -> list:
+    return list(filter(None, (self._outer, self._interrupted)))
+
+  def _save(self, checkpointer, step: int, state: TrainState) -> None:
+    if any(checkpoint.step == step for checkpoint in checkpointer.checkpoints):
+      return  # Interrupted before the first step after a restore.
+    try:
+      with _quiet(), devices.others_do_not_ask_to_stop():
+        if not checkpointer.save(step, state):
+          raise ValueError('Orbax has declined it')
+    except Exception as error:  # TensorStore has many words for a full disk.
+      # Threads of the save go on failing until all of it is closed.
+      self._until_closed.enter_context(_quiet())
+      raise UserError(
+        f'Cannot save a checkpoint in {checkpointer.directory}: '
+        f'{_reason(error)}. The one before it is kept. Free some space or make '
+        'the folder writable, and run the same command again.'
+      ) from error
 
   def restore(
     self, like: TrainState, say: Callable[[str], None]
@@ -58,7 +95,7 @@ class Checkpoints:
       say: told of each checkpoint that could not be read.
     """
     found, aside = [], []
-    for checkpointer in (self._outer, self._interrupted):
+    for checkpointer in self._opened:
       for checkpoint in reversed(checkpointer.checkpoints):
         try:
           state, reason = _load(checkpointer, checkpoint.step, like), ''
@@ -110,10 +147,11 @@ class Checkpoints:
 
   def close(self) -> None:
     """Lets go of the folders."""
-    for checkpointer in (self._outer, self._interrupted):
+    for checkpointer in self._opened:
       # A save that failed has been told of, and would be raised again here.
       with _quiet(), contextlib.suppress(Exception):
         checkpointer.close()
+    self._until_closed.close()
 
 
 def last(workdir: epath.Path, count: int, like: TrainState) -> list[TrainState]:
@@ -175,22 +213,6 @@ def _open(directory: epath.Path, keep: int | None, *, cleanup: bool):
     ) from error
 
 
-def _save(checkpointer, step: int, state: TrainState) -> None:
-  if any(checkpoint.step == step for checkpoint in checkpointer.checkpoints):
-    return  # Interrupted before the first step after a restore.
-  try:
-    with _quiet(), devices.others_do_not_ask_to_stop():
-      if not checkpointer.save(step, state):
-        raise ValueError('Orbax has declined it')
-  except Exception as error:  # TensorStore has many words for a full disk.
-    _silence()  # Threads of the save go on failing until the program ends.
-    raise UserError(
-      f'Cannot save a checkpoint in {checkpointer.directory}: '
-      f'{_reason(error)}. The one before it is kept. Free some space or make '
-      'the folder writable, and run the same command again.'
-    ) from error
-
-
 def _load(checkpointer, step: int, like: TrainState) -> TrainState:
   with _quiet():
     theirs = _shapes(checkpointer.metadata(step).metadata)
@@ -224,20 +246,13 @@ def _abstract(leaf: jax.Array) -> jax.ShapeDtypeStruct:
 def _quiet() -> Iterator[None]:
   """Keeps Orbax from printing the tracebacks of what it raises as well."""
   logger = logging.getLogger('absl')
-  hooks, level = (threading.excepthook, sys.unraisablehook), logger.level
-  _silence()
+  level = logger.level
+  logger.setLevel(logging.CRITICAL)
   try:
-    yield
+    with silenced_threads():
+      yield
   finally:
-    threading.excepthook, sys.unraisablehook = hooks
     logger.setLevel(level)
-
-
-def _silence() -> None:
-  threading.excepthook = lambda args: None
-  # TensorStore's, when it tells a loop that was closed of one more failure.
-  sys.unraisablehook = lambda args: None
-  logging.getLogger('absl').setLevel(logging.CRITICAL)
 
 
 def _may_pass(error: BaseException | None) -> bool:
