@@ -346,7 +346,7 @@ class _Shown(contextlib.AbstractContextManager):
     if not self._progress:
       return
     at, following = self._offsets[done : done + 2]
-    first, *_ = self._rounds[done]
+    first, *others = self._rounds[done]
     stage = first.stage
     is_curve = len(self._outcomes.settings['radii']) > 1
     if self._stage is not None and stage != self._stage and not is_curve:
@@ -356,8 +356,12 @@ class _Shown(contextlib.AbstractContextManager):
         f'{accuracies["min"]:.1f} %, union {accuracies["union"]:.1f} %'
       )
     self._stage = stage
+    name = self._outcomes.attacks[stage]
+    threats = self._outcomes.threats[first.row]
+    if others:
+      threats = f'{1 + len(others)} threats'
     self._progress.update(
-      float(at + share * (following - at)), self._outcomes.attacks[stage]
+      float(at + share * (following - at)), f'{name} under {threats}'
     )
 
   def __exit__(self, *_) -> None:
