@@ -17,15 +17,18 @@ def get_config(variants: str = ''):
   config.preset = 'quickstart'
   config.data.name = 'mnist5k'
   config_lib.use_cnn(config)
-  config.model.options.features = (16, 32)
-  config.model.options.hidden = 100
-  radii = (0.2, 1.0, 5.0)
+  # Small, as two cores have to attack it a few million times.
+  config.model.options.features = (8, 16)
+  config.model.options.hidden = 64
+  radii = (0.1, 1.0, 5.0)
   config_lib.set_threats(config, {'pixel': radii, 'dct': radii})
   config_lib.use_strong_attack(config)
   config.policy.eta = 0.5
-  config.train.T = 12
-  config.train.r = 2.0
+  config.train.T = 10
+  config.train.r = 1.5
   config.train.ramp = 0.6
+  config.train.validation_examples = 200
+  config.train.check_examples = 20
   config.train.log_every = 36  # Once an epoch.
   config.eval.examples = 200
   config.eval.others = ()

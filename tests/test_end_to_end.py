@@ -417,6 +417,16 @@ def test_a_run_meets_threats_that_it_was_not_trained_with(
     run_evaluation.evaluate_run(tiny(seed=1), str(workdir), print)
 
 
+def test_a_single_run_need_not_meet_its_own_threat(tmp_path):
+  fields = {'method': 'single', 'train.T': 1, 'train.h': 1}
+  config = tiny(**fields, **{'policy.threat': 'pixel_linf'})
+  train.train_and_evaluate(config, str(tmp_path), print)
+  config.threats.only = ('dct_l1',)
+  evaluations = run_evaluation.evaluate_run(config, str(tmp_path), print)
+  (of_output,) = evaluations.values()
+  assert of_output['paper'].threats == ('dct_l1',)
+
+
 def test_the_networks_of_a_run(undisturbed):
   workdir, _ = undisturbed
   last, average, ensemble = run_evaluation.networks(

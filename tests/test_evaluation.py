@@ -17,7 +17,7 @@ from flax import nnx
 
 from mwrobust import attacks, evaluation
 from mwrobust.errors import UserError
-from mwrobust.evaluation import protocols
+from mwrobust.evaluation import plan, protocols
 
 ROOT = pathlib.Path(__file__).parent.parent
 CLASSES = 4
@@ -123,6 +123,24 @@ def test_what_falls_in_a_ball_falls_in_a_larger_one(examples):
   alone = quietly(logits_fn, *examples, large, params=weights(), protocol=OWN)
   assert not (found.standing['large'] & ~found.standing['small']).any()
   assert (found.standing['large'] <= alone.standing['large']).all()
+
+
+def test_a_round_is_one_try_under_sets_none_of_which_contains_another():
+  six = attacks.six_threats(0.1, 1.0, 5.0)
+  protocol = protocols.make_protocol('standard', classes=10)
+  rounds = plan.make_rounds(plan.make_rows(six, (1.0,)), protocol)
+  assert len(rounds[0]) == 5  # l2 in pixels and in the DCT is one set.
+  assert {(p.stage, p.start, p.number) for p in rounds[0]} == {(0, 0, 0)}
+  wider = attacks.Threat(norm='linf', eps=0.2, name='wider')
+  rows = plan.make_rows([*six, wider], (0.5, 1.0))
+  rounds = plan.make_rounds(rows, protocol)
+  for members in rounds:
+    of_round = {p.row for p in members}
+    assert all(set(rows[row].within) & of_round == {row} for row in of_round)
+  passes = [p for members in rounds for p in members]
+  for row in {p.row for p in passes}:
+    numbers = [p.number for p in passes if p.row == row]
+    assert numbers == list(range(len(numbers)))
 
 
 def test_the_accuracies_are_those_of_the_matrix(outcomes):

@@ -163,12 +163,13 @@ def replicated() -> NamedSharding:
 def split_rows(rows: np.ndarray, *arrays: np.ndarray) -> tuple[jax.Array, ...]:
   """The rows of each array, split over the devices along the first axis.
 
-  A process touches only the rows of its own devices.
+  `rows` may have further axes: then they are further axes of the result. A
+  process touches only the rows of its own devices.
   """
   sharding = NamedSharding(mesh(), P('data'))
 
   def take(array: np.ndarray) -> jax.Array:
-    shape = (len(rows), *array.shape[1:])
+    shape = (*rows.shape, *array.shape[1:])
     return jax.make_array_from_callback(
       shape, sharding, lambda index: array[rows[index[0]]]
     )

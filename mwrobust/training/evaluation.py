@@ -48,7 +48,10 @@ def evaluate_run(
   Returns:
     The outcomes by network (`'h=1'`, `'h=3 average'`, ...) and protocol.
   """
-  config_lib.validate(config)
+  # A `single` run need not be evaluated under the threat it was trained on.
+  checked = config.copy_and_resolve_references()
+  checked.method = 'natural'
+  config_lib.validate(checked)
   workdir = epath.Path(workdir)
   refuse_another_run(workdir, config, also_free=('threats.',))
   trained = config_lib.load(workdir)

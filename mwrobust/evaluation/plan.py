@@ -1,0 +1,137 @@
+"""What an evaluation attacks with what, and in which order."""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from mwrobust.attacks import Threat, spaces
+from mwrobust.evaluation.protocols import Protocol
+
+
+class Row(NamedTuple):
+  """A row of the outcomes: a threat at a multiple of its radius.
+
+  Attributes:
+    threat: with its radius multiplied.
+    of: the name of the threat at its own radius.
+    solved: the threat at its own radius, in the space it is attacked in.
+    scale: what its radius was multiplied by.
+    attacked: whether this is the first row with this set of images.
+    within: the rows whose sets contain this one, itself among them.
+    equal: those of them that have the same set.
+  """
+
+  threat: Threat
+  of: str
+  solved: Threat
+  scale: float
+  attacked: bool
+  within: tuple[int, ...]
+  equal: tuple[int, ...]
+
+
+class Pass(NamedTuple):
+  """One try of one attack on all that stands under one threat.
+
+  Attributes:
+    row: of the outcomes.
+    stage: the number of the attack in the protocol.
+    start: the number of the try, from 0.
+    number: how many passes of this row come before it.
+  """
+
+  row: int
+  stage: int
+  start: int
+  number: int
+
+
+def make_rows(threats: Sequence[Threat], radii: Sequence[float]) -> list[Row]:
+  """Lists the rows of the outcomes, radius by radius."""
+  scaled = [
+    dataclasses.replace(
+      threat,
+      eps=radius * threat.eps,
+      name=threat.name if len(radii) == 1 else f'{threat.name} x{radius:g}',
+    )
+    for radius in radii
+    for threat in threats
+  ]
+  rows = []
+  for i, threat in enumerate(scaled):
+    contains = [_contains(other, threat) for other in scaled]
+    equal = [
+      j for j, other in enumerate(scaled) if contains[j] and
+      _contains(threat, other)
+    ]  # fmt: skip
+    original = threats[i % len(threats)]
+    rows.append(
+      Row(
+        threat=threat,
+        of=original.name,
+        solved=_simplest(original),
+        scale=radii[i // len(threats)],
+        attacked=equal[0] == i,
+        within=tuple(np.flatnonzero(contains).tolist()),
+        equal=tuple(equal),
+      )
+    )
+  return rows
+
+
+def _simplest(threat: Threat) -> Threat:
+  """Returns the same set in pixels, where attacks are cheaper, if it is there.
+
+  An orthonormal map keeps Euclidean lengths, so its l2 balls are those of
+  pixels. In pixels the clip stays in the ball, so every `clip` is the same set.
+  """
+  if threat.norm == 'l2' and spaces.get(threat.space).orthonormal:
+    return dataclasses.replace(threat, space='pixel', clip='inside')
+  return threat
+
+
+def _contains(outer: Threat, inner: Threat) -> bool:
+  """Tells whether every image of one threat is an image of the other."""
+  outer, inner = _simplest(outer), _simplest(inner)
+  return (
+    spaces.get(outer.space) is spaces.get(inner.space)
+    and outer.norm == inner.norm
+    and outer.eps >= inner.eps
+    and (outer.clip != 'strict' or inner.clip == 'strict')
+  )
+
+
+def make_rounds(
+  rows: Sequence[Row], protocol: Protocol
+) -> list[tuple[Pass, ...]]:
+  """Lists all passes: radius by radius, attack by attack, try by try.
+
+  The passes of a round are the same try under several threats. None of their
+  sets contains another, so what one of them finds does not change what the
+  others attack, and their order does not matter.
+  """
+  rounds, count = [], [0] * len(rows)
+  for scale in dict.fromkeys(row.scale for row in rows):
+    chosen = [i for i, r in enumerate(rows) if r.attacked and r.scale == scale]
+    for stage, name in enumerate(protocol.attacks):
+      tries = {
+        i: protocol.stages[rows[i].solved.norm][name].tries for i in chosen
+      }
+      for start in range(max(tries.values(), default=0)):
+        left = [i for i in chosen if start < tries[i]]
+        while left:
+          members = []
+          for i in left:
+            if not any(_are_nested(rows, i, other) for other in members):
+              members.append(i)
+          left = [i for i in left if i not in members]
+          rounds.append(tuple(Pass(i, stage, start, count[i]) for i in members))
+          for i in members:
+            count[i] += 1
+  return rounds
+
+
+def _are_nested(rows: Sequence[Row], i: int, j: int) -> bool:
+  return i in rows[j].within or j in rows[i].within

@@ -1,0 +1,305 @@
+"""The compiled programs of an evaluation: attacks, and the natural answers."""
+
+import functools
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from mwrobust import attacks
+from mwrobust.attacks import Attack, Threat, convolutions, losses
+from mwrobust.evaluation import inputs
+from mwrobust.evaluation.inputs import Examples, Network
+from mwrobust.evaluation.plan import Pass, Row
+from mwrobust.evaluation.protocols import Protocol, evaluations
+from mwrobust.runtime import devices
+
+Array = jax.Array
+
+# On a CPU, small batches are as fast per image, waste less when few examples
+# still stand, and stop earlier.
+_CPU_BATCH_SIZE = 10
+# A call takes as many batches as it can attack in this time: many small ones,
+# so that the time between calls does not count, but not so many that nothing
+# can be saved, shown or stopped in between.
+_SECONDS_OF_A_CALL = 1.0
+_UNUSED = -1  # The index of a batch that is not there.
+
+
+class Batch(NamedTuple):
+  """Some examples that one device attacks at once.
+
+  Attributes:
+    of: the pass that it is part of.
+    examples: their numbers, int32, at most `Programs.size` of them.
+  """
+
+  of: Pass
+  examples: np.ndarray
+
+
+class Attacked(NamedTuple):
+  """What became of a batch, for each example, [B]; see `Outcomes`.
+
+  `gradients` and `forwards` also have what the batch was filled up with.
+  """
+
+  images: Array
+  predicted: Array
+  loss: Array
+  distance: Array
+  distance_clipped: Array
+  stuck: Array
+  gradients: Array
+  forwards: Array
+
+
+class Programs:
+  """The compiled attacks.
+
+  Attacks of one kind under all threats are one program, chosen from by a traced
+  index. The next program is compiled while the one before it runs.
+
+  Attributes:
+    size: how many examples a batch has.
+  """
+
+  def __init__(
+    self,
+    network: Network,
+    protocol: Protocol,
+    rows: Sequence[Row],
+    examples: Examples,
+    batch_size: int,
+    seed: int,
+    seconds: float,
+  ):
+    """Compiles nothing yet.
+
+    Args:
+      network: to attack.
+      protocol: with which attacks.
+      rows: under which threats.
+      examples: all of them.
+      batch_size: at most how many examples all devices get at once.
+      seed: of everything random.
+      seconds: what one forward pass of one image takes a device.
+    """
+    self._network, self._protocol, self._rows = network, protocol, rows
+    self._examples = *examples, np.arange(len(examples.labels), dtype=np.int32)
+    self.size, self._slots = batch_shape(batch_size, len(examples.labels))
+    self._seconds = seconds
+    self._arrays = jax.device_put(network.arrays, devices.replicated())
+    # As numbers: several processes cannot share an array of keys.
+    self._keys = [
+      jax.random.key_data(jax.random.fold_in(jax.random.key(seed), stage))
+      for stage in range(len(protocol.attacks))
+    ]
+    self._pairs: dict[Any, list[tuple[Threat, Attack]]] = {}
+    self._place: dict[tuple[int, Threat], tuple[Any, int]] = {}
+    for stage, name in enumerate(protocol.attacks):
+      for threat in dict.fromkeys(row.solved for row in rows if row.attacked):
+        attack = protocol.stages[threat.norm][name]
+        kind = type(attack), getattr(attack, 'rule', '')
+        pairs = self._pairs.setdefault(kind, [])
+        self._place[stage, threat] = kind, len(pairs)
+        pairs.append((protocol.attacked_as(threat), attack))
+    self._compiled: dict[Any, Future] = {}
+    self._pool = ThreadPoolExecutor(1)
+
+  def prepare(self, a_pass: Pass) -> None:
+    """Begins to compile what a pass needs, in the background."""
+    kind, _ = self._placed(a_pass)
+    if kind not in self._compiled:
+      step = _make_step(self._network, self._pairs[kind])
+      lowered = step.lower(*self._arguments([Batch(a_pass, np.zeros(1, int))]))
+      self._compiled[kind] = self._pool.submit(lowered.compile)
+
+  def run(
+    self, batches: Sequence[Batch]
+  ) -> Iterator[list[tuple[Batch, Attacked]]]:
+    """Attacks the batches of one round, some in each call.
+
+    Yields:
+      The batches of a call, and what became of them.
+    """
+    left = list(batches)
+    while left:
+      count = devices.mesh().size * min(self._slots, self._in_time(left[0].of))
+      called, left = left[:count], left[count:]
+      kind, _ = self._placed(called[0].of)
+      self.prepare(called[0].of)
+      found = self._compiled[kind].result()(*self._arguments(called))
+      found = jax.tree.map(np.asarray, found)
+      yield [
+        (batch, Attacked(*(field[place] for field in found)))
+        for batch, place in zip(called, self._places(len(called)), strict=True)
+      ]
+
+  def _placed(self, a_pass: Pass) -> tuple[Any, int]:
+    """Returns the program of a pass, and the index of its threat there."""
+    return self._place[a_pass.stage, self._rows[a_pass.row].solved]
+
+  def _in_time(self, a_pass: Pass) -> int:
+    """Returns how many batches a device can attack in a call."""
+    name = self._protocol.attacks[a_pass.stage]
+    norm = self._rows[a_pass.row].solved.norm
+    attack = self._protocol.stages[norm][name]
+    gradients, forwards = evaluations(attack)
+    cost = self.size * (3 * gradients + forwards) / attack.tries
+    return max(1, int(_SECONDS_OF_A_CALL / (cost * self._seconds)))
+
+  def _places(self, count: int) -> np.ndarray:
+    """Returns where so many batches are: one by one on each device in turn."""
+    turn, device = np.divmod(np.arange(count), devices.mesh().size)
+    return device * self._slots + turn
+
+  def _arguments(self, batches: Sequence[Batch]) -> tuple[Any, Any]:
+    """Returns the arguments of a program: shared, and split over devices."""
+    first = batches[0].of
+    shared = (
+      self._keys[first.stage],
+      np.int32(first.start),
+      np.float32(self._rows[first.row].scale),
+    )
+    shared = self._arrays, *jax.device_put(shared, devices.replicated())
+    slots = devices.mesh().size * self._slots
+    indices = np.full(slots, _UNUSED, np.int32)
+    examples = np.zeros((slots, self.size), np.int32)
+    for place, batch in zip(self._places(len(batches)), batches, strict=True):
+      _, indices[place] = self._placed(batch.of)
+      examples[place] = np.resize(batch.examples, self.size)
+    return shared, (
+      *devices.split_rows(np.arange(slots), indices),
+      *devices.split_rows(examples, *self._examples),
+    )
+
+
+def batch_shape(most: int, count: int) -> tuple[int, int]:
+  """Returns how many examples a batch has, and how many batches a device gets.
+
+  Args:
+    most: how many examples all devices may get at once.
+    count: how many there are.
+  """
+  of_a_device = -(-min(most, count) // devices.mesh().size)
+  if jax.default_backend() != 'cpu':
+    return of_a_device, 1
+  slots = -(-of_a_device // _CPU_BATCH_SIZE)
+  return -(-of_a_device // slots), slots
+
+
+def _make_step(network: Network, pairs: Sequence[tuple[Threat, Attack]]):
+  """Makes `step(shared, split) -> Attacked`, each device with its batches.
+
+  The first axis of the results is that of the batches.
+  """
+  switch = attacks.make_switch(pairs, details=True)
+  distances = [functools.partial(attacks.distance, t) for t, _ in pairs]
+
+  def attack(shared, batch) -> Attacked:
+    arrays, key_data, start, scale = shared
+    index, images, labels, ids = batch
+    key = jax.random.wrap_key_data(key_data)
+    images = inputs.to_float(images)
+    logits_fn = functools.partial(network.apply, arrays)
+    found = switch(logits_fn, index, key, images, labels, ids, scale, start)
+    # What counts is the network's answer to the image that is returned.
+    logits = _in_loop(logits_fn, found.images).astype(jnp.float32)
+    return Attacked(
+      images=found.images,
+      predicted=logits.argmax(axis=1),
+      loss=losses.cross_entropy(logits, labels),
+      distance=found.distance,
+      distance_clipped=jax.lax.switch(index, distances, images, found.images),
+      stuck=found.stuck,
+      gradients=found.gradients,
+      forwards=found.forwards,
+    )
+
+  def step(shared, split):
+    indices, *_ = split
+
+    def attack_next(number, results):
+      batch = jax.tree.map(lambda array: array[number], split)
+      return jax.tree.map(
+        lambda all_of_them, one: all_of_them.at[number].set(one),
+        results,
+        attack(shared, batch),
+      )
+
+    first = jax.tree.map(lambda array: array[0], split)
+    shapes = jax.eval_shape(attack, shared, first)
+    nothing = jax.tree.map(
+      lambda one: jnp.zeros((len(indices), *one.shape), one.dtype), shapes
+    )
+    used = jnp.sum(indices != _UNUSED)
+    return jax.lax.fori_loop(0, used, attack_next, nothing)
+
+  return jax.jit(devices.by_example(step), out_shardings=devices.replicated())
+
+
+def _in_loop(function: Callable[[Array], Array], argument: Array) -> Array:
+  """Calls a function with convolutions that are fast inside loops."""
+  traced = jax.make_jaxpr(function)(argument)
+  (result,) = convolutions.eval_jaxpr(traced.jaxpr, traced.consts, argument)
+  return result
+
+
+class Natural(NamedTuple):
+  """What a network answers without an attack.
+
+  Attributes:
+    logits: of all images, [N, K].
+    seconds: what one image takes one device.
+  """
+
+  logits: np.ndarray
+  seconds: float
+
+
+def natural(network: Network, examples: Examples, batch_size: int) -> Natural:
+  """Returns the logits of all images, after a look at whether they are sane."""
+
+  def make_step():  # A new function each time, so that it is traced anew.
+    return jax.jit(
+      devices.by_example(
+        lambda arrays, images: network.apply(arrays, inputs.to_float(images))
+      ),
+      out_shardings=devices.replicated(),
+    )
+
+  count = len(examples.labels)
+  size = devices.round_up(min(batch_size, count))
+  arrays = jax.device_put(network.arrays, devices.replicated())
+
+  def logits_of(step, rows):
+    (images,) = devices.split_rows(rows, examples.images)
+    return np.asarray(step(arrays, images)).astype(np.float32)
+
+  step = make_step()
+  logits = np.concatenate(
+    [
+      logits_of(step, np.resize(places, size))[: len(places)]
+      for places in in_batches(np.arange(count), size)
+    ]
+  )
+  first = np.resize(np.arange(count), size)
+  again = logits_of(make_step(), first[::-1])[::-1][:count]
+  inputs.check_logits(logits, again)
+  start = time.perf_counter()
+  logits_of(step, first)
+  microseconds = 1e6 * (time.perf_counter() - start)
+  # All processes have to make the same calls.
+  seconds = max(devices.of_all_processes(int(min(microseconds, 1e9)))) / 1e6
+  return Natural(logits, seconds * devices.mesh().size / size)
+
+
+def in_batches(places: np.ndarray, size: int) -> Iterator[np.ndarray]:
+  """Yields at most `size` of the places at a time."""
+  for start in range(0, len(places), size):
+    yield places[start : start + size]
