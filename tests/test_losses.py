@@ -16,6 +16,28 @@ def test_cross_entropy_agrees_with_optax():
   np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize('scale', [1e-9, 1e-4, 1.0, 1e4, 1e30])
+def test_log_odds_are_exact_at_every_scale(scale):
+  logits = scale * LOGITS
+  ahead = np.float64(logits) - np.take_along_axis(logits, LABELS[:, None], 1)
+  others = np.arange(5) != LABELS[:, None]
+  most = ahead.max(1, where=others, initial=-np.inf)
+  odds = np.exp(ahead - most[:, None], where=others, out=np.zeros_like(ahead))
+  expected = most + np.log(odds.sum(1) / 4)
+  found, gradient = jax.vmap(jax.value_and_grad(
+    lambda row, label: losses.log_odds(row[None], label[None])[0]
+  ))(logits, LABELS)  # fmt: skip
+  np.testing.assert_allclose(found, expected, rtol=1e-5)
+  expected = odds / odds.sum(1, keepdims=True) - ~others
+  np.testing.assert_allclose(gradient, expected, atol=1e-5)
+
+
+def test_log_odds_rise_with_the_cross_entropy():
+  order = np.argsort(losses.cross_entropy(LOGITS, LABELS))
+  odds = np.asarray(losses.log_odds(LOGITS, LABELS))
+  assert (np.diff(odds[order]) >= 0).all()
+
+
 def test_margin_is_above_zero_exactly_for_errors():
   margin = losses.margin(LOGITS, LABELS)
   for row, label, found in zip(LOGITS, LABELS, margin, strict=True):

@@ -16,11 +16,30 @@ def cross_entropy(logits: Array, labels: Array) -> Array:
   return -_pick(jax.nn.log_softmax(logits), labels)
 
 
+def log_odds(logits: Array, labels: Array) -> Array:
+  """Returns the log odds against the label, log((1 - p) / p) - log(K - 1).
+
+  The cross entropy is a rising function of them, so a climb of either takes the
+  same steps. But where the network is sure of itself, p rounds to 1 and the
+  cross entropy to 0, and where its logits hardly differ, the cross entropy
+  rounds to log K: scaled logits would stop the climb. The log odds are accurate
+  at every scale.
+  """
+  others = ~jax.nn.one_hot(labels, logits.shape[-1], dtype=bool)
+  ahead = logits - _pick(logits, labels)[:, None]  # Of the label.
+  ahead = jnp.where(others, ahead, -jnp.inf)
+  most = jnp.max(ahead, axis=-1)
+  # Near 0, `expm1` and `log1p` keep the digits that a shift would take.
+  shifted = (jnp.abs(most) > 1) & jnp.isfinite(most)
+  shift = jax.lax.stop_gradient(jnp.where(shifted, most, 0))
+  odds = jnp.expm1(ahead - shift[:, None])
+  return shift + jnp.log1p(jnp.mean(odds, axis=-1, where=others))
+
+
 def margin(logits: Array, labels: Array) -> Array:
   """Returns the largest other logit minus the label's: above 0 is an error.
 
-  Its gradient does not vanish where the network is sure of itself, as that of
-  the cross entropy does.
+  Its gradient does not vanish where the network is sure of itself.
   """
   return _largest_other(logits, labels) - _pick(logits, labels)
 
@@ -43,12 +62,10 @@ def dlr(logits: Array, labels: Array) -> Array:
   return margin(logits, labels) / (largest - third + 1e-12)
 
 
-def targeted_cross_entropy(
-  logits: Array, labels: Array, targets: Array
-) -> Array:
-  """Returns log softmax(logits) of the target."""
+def targeted_log_odds(logits: Array, labels: Array, targets: Array) -> Array:
+  """Returns the log odds of the target."""
   del labels
-  return -cross_entropy(logits, targets)
+  return -log_odds(logits, targets)
 
 
 def targeted_margin(logits: Array, labels: Array, targets: Array) -> Array:
@@ -105,13 +122,13 @@ def _largest(logits: Array, count: int) -> list[Array]:
 
 
 LOSSES = {
-  'ce': cross_entropy,
+  'ce': log_odds,  # The cross entropy's climb, at every scale of the logits.
   'margin': margin,
   'dlr': dlr,
   'probability_margin': probability_margin,
 }
 TARGETED = {
-  'ce': targeted_cross_entropy,
+  'ce': targeted_log_odds,
   'margin': targeted_margin,
   'dlr': targeted_dlr,
   'probability_margin': targeted_probability_margin,
