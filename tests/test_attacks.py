@@ -659,6 +659,28 @@ def test_a_tiny_gradient_is_as_good_as_any():
     np.testing.assert_allclose(expected, found, atol=1e-5)
 
 
+def test_the_scale_of_the_logits_does_not_stop_a_climb():
+  """At 1e6 the cross entropy rounds to 0, at 1e-9 to log K."""
+  labels = np.argmax(curved(IMAGES), axis=1).astype(np.int32)
+  attack = attacks.make_attack(
+    attacks.Threat(norm='l2', eps=0.2), attacks.apgd(10, radii=(1,))
+  )
+
+  def gain(scale):
+    def sure(images):  # Of the labels, so that nothing is fooled on the way.
+      return scale * (curved(images) + 6.0 * jax.nn.one_hot(labels, 5))
+
+    found = run(attack, sure, IMAGES, labels)
+    before, after = (losses.margin(curved(x), labels) for x in (IMAGES, found))
+    return np.mean(after - before)
+
+  plain = gain(1.0)
+  assert plain > 0.3
+  assert gain(1e6) > 0.8 * plain
+  # There the climb is of the mean of the other logits, not of the largest.
+  assert gain(1e-9) > 0.5 * plain
+
+
 # ------------------------------------------------ spaces, classes and shapes
 
 
