@@ -479,6 +479,33 @@ def test_every_method_trains(policy, changes, tmp_path):
     assert cost == 3 * 20 * 12 + 3 * 30 * 12
 
 
+def test_training_makes_a_network_robust(tmp_path):
+  unions = {}
+  for method in ('natural', 'multiplicative_weights'):
+    config = tiny(
+      **{
+        'method': method,
+        'threats.only': ('pixel_linf', 'dct_l2'),
+        'threats.pixel_linf.eps': 0.1,
+        'data.train_examples': 2000,
+        'model.options.features': (4, 8),
+        'model.options.hidden': 32,
+        'optimizer.learning_rate': 1e-2,
+        'train.batch_size': 50,
+        'train.r': 2,
+        'train.log_every': 1000,
+        'attack.steps': 4,
+        'eval.examples': 200,
+        'eval.batch_size': 200,
+        'eval.others': (),
+      }
+    )
+    evaluations, _ = run(config, tmp_path / method)
+    unions[method] = evaluations['h=2 average']['paper'].accuracies()['union']
+  # Natural training leaves next to nothing.
+  assert unions['multiplicative_weights'] > unions['natural'] + 20, unions
+
+
 def test_validation_sees_the_radii_that_training_sees(tmp_path, monkeypatch):
   scales = []
   prepare = setup.prepare
