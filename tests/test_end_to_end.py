@@ -278,7 +278,7 @@ def test_a_signal_saves_and_says_how_to_go_on(
   workdir = tmp_path / 'interrupted'
   result = run_child(point, 9, workdir)
   assert result.returncode == code, result.stderr
-  assert 'Run the same command again to go on' in result.stdout
+  assert 'Run the same command again to resume' in result.stdout
   assert 'Traceback' not in result.stderr
   assert status_of(workdir) == {'status': 'interrupted'}
   result = run_child('none', 0, workdir)
