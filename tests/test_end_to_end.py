@@ -503,7 +503,7 @@ def test_training_makes_a_network_robust(tmp_path):
     evaluations, _ = run(config, tmp_path / method)
     unions[method] = evaluations['h=2 average']['paper'].accuracies()['union']
   # Natural training leaves next to nothing.
-  assert unions['multiplicative_weights'] > unions['natural'] + 20, unions
+  assert unions['multiplicative_weights'] > unions['natural'] + 40, unions
 
 
 def test_validation_sees_the_radii_that_training_sees(tmp_path, monkeypatch):
