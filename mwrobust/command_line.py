@@ -184,14 +184,14 @@ def call(main: Callable[[list[str]], None], argv: list[str]) -> None:
     _leave(f'mwrobust: {error}')
   except Interrupted as interrupted:
     if devices.is_first_process():
-      print(f'\n{interrupted} Run the same command again to go on.')
+      print(f'\n{interrupted} Run the same command again to resume.')
     sys.exit(128 + interrupted.signum)
   except Exception:
     if not devices.is_distributed():
       raise
     _leave(traceback.format_exc())
   except KeyboardInterrupt:
-    print('\nStopped at once. Run the same command again to go on.')
+    print('\nStopped at once. Run the same command again to resume.')
     sys.exit(130)
 
 

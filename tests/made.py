@@ -1,9 +1,12 @@
-"""Outcomes and runs made by hand, for reports: nothing is trained."""
+"""Outcomes and runs made by hand, for reports; and disks that fill up."""
 
+import contextlib
 import functools
 import json
 import operator
+import os
 import re
+import resource
 import shutil
 
 import numpy as np
@@ -259,3 +262,35 @@ def tables_of(text):
     assert set(''.join(rule)) == {'-'}
     found.append({row[0]: dict(zip(header, row, strict=True)) for row in rows})
   return found
+
+
+# ------------------------------------------------------------------ disks
+
+
+def strict_loads(text):
+  """Parses JSON as a strict reader does: no NaN, no Infinity."""
+
+  def refuse(constant):
+    raise AssertionError(f'{constant} is not JSON')
+
+  return json.loads(text, parse_constant=refuse)
+
+
+def fail_with(code):
+  """Makes a function that fails as the disk does."""
+
+  def fail(*_):
+    raise OSError(code, os.strerror(code))
+
+  return fail
+
+
+@contextlib.contextmanager
+def hundred_byte_files():
+  """Lets no file grow beyond 100 bytes: a disk that fills up, for real."""
+  limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+  resource.setrlimit(resource.RLIMIT_FSIZE, (100, limit[1]))
+  try:
+    yield
+  finally:
+    resource.setrlimit(resource.RLIMIT_FSIZE, limit)

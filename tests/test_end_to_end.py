@@ -279,7 +279,7 @@ def test_a_signal_saves_and_says_how_to_go_on(
   workdir = tmp_path / 'interrupted'
   result = run_child(point, 9, workdir)
   assert result.returncode == code, result.stderr
-  assert 'Run the same command again to go on' in result.stdout
+  assert 'Run the same command again to resume' in result.stdout
   assert 'Traceback' not in result.stderr
   assert status_of(workdir) == {'status': 'interrupted'}
   result = run_child('none', 0, workdir)
@@ -515,6 +515,33 @@ def test_every_method_trains(policy, changes, tmp_path):
     # Two validations after an outer step, and one before the first.
     cost = rows_of(tmp_path / policy, 'outer')[-1]['gradient_evaluations']
     assert cost == 3 * 20 * 12 + 3 * 30 * 12
+
+
+def test_training_makes_a_network_robust(tmp_path):
+  unions = {}
+  for method in ('natural', 'multiplicative_weights'):
+    config = tiny(
+      **{
+        'method': method,
+        'threats.only': ('pixel_linf', 'dct_l2'),
+        'threats.pixel_linf.eps': 0.1,
+        'data.train_examples': 2000,
+        'model.options.features': (4, 8),
+        'model.options.hidden': 32,
+        'optimizer.learning_rate': 1e-2,
+        'train.batch_size': 50,
+        'train.r': 2,
+        'train.log_every': 1000,
+        'attack.steps': 4,
+        'eval.examples': 200,
+        'eval.batch_size': 200,
+        'eval.others': (),
+      }
+    )
+    evaluations, _ = run(config, tmp_path / method)
+    unions[method] = evaluations['h=2 average']['paper'].accuracies()['union']
+  # Natural training leaves next to nothing.
+  assert unions['multiplicative_weights'] > unions['natural'] + 40, unions
 
 
 def test_validation_sees_the_radii_that_training_sees(tmp_path, monkeypatch):

@@ -3,7 +3,6 @@ import errno
 import fcntl
 import json
 import os
-import resource
 import socket
 import subprocess
 import sys
@@ -11,37 +10,10 @@ import sys
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from made import fail_with, hundred_byte_files, strict_loads
 
 from mwrobust.errors import UserError
 from mwrobust.runtime import devices, files
-
-
-def strict_loads(text):
-  """Parses JSON as a strict reader does: no NaN, no Infinity."""
-
-  def refuse(constant):
-    raise AssertionError(f'{constant} is not JSON')
-
-  return json.loads(text, parse_constant=refuse)
-
-
-def fail_with(code):
-  def fail(*_):
-    raise OSError(code, os.strerror(code))
-
-  return fail
-
-
-@contextlib.contextmanager
-def hundred_byte_files():
-  """Lets no file grow beyond 100 bytes: a disk that fills up, for real."""
-  limit = resource.getrlimit(resource.RLIMIT_FSIZE)
-  resource.setrlimit(resource.RLIMIT_FSIZE, (100, limit[1]))
-  try:
-    yield
-  finally:
-    resource.setrlimit(resource.RLIMIT_FSIZE, limit)
-
 
 # ---- write_json -------------------------------------------------------------
 

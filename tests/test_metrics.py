@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from etils import epath
-from test_files import fail_with, hundred_byte_files, strict_loads
+from made import fail_with, hundred_byte_files, strict_loads
 
 from mwrobust.errors import UserError
 from mwrobust.runtime import files, metrics
