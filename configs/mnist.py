@@ -14,7 +14,9 @@ from mwrobust import config as config_lib
 
 
 def get_config(variants: str = ''):
-  """Variants, joined by commas.
+  """Variants: `released`, `maini`, `balanced`, `cnn`, `runlocal`.
+
+  Several are joined by commas.
 
   released: the preset of the authors' code, instead of `paper`.
   maini: three threats in pixels, 0.3, 2 and 10, and the network of Maini et
