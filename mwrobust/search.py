@@ -142,12 +142,21 @@ def parse_radii(words: Sequence[str]) -> dict[str, list[float]]:
   {'dct_l1': [2.0, 2.5]}
   """
   return {
-    threat: [command_line.number(v, f'--radii={threat}') for v in values]
+    threat: [_radius(threat, value) for value in values]
     for threat, values in (
       (word.partition('=')[0], word.partition('=')[2].split(','))
       for word in words
     )
   }
+
+
+def _radius(threat: str, text: str) -> float:
+  try:
+    return command_line.NumberParser().parse(text)
+  except ValueError as error:
+    raise UserError(
+      f'--radii={threat}={text} is not allowed: {error}'
+    ) from error
 
 
 # ------------------------------------------------------------------ the tables

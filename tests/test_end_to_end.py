@@ -348,8 +348,11 @@ def test_another_config_is_refused_with_the_differing_fields(undisturbed):
   assert (workdir / 'config.json').read_bytes() == before
 
 
-def test_evaluation_may_be_changed_later_and_keeps_the_old_one(undisturbed):
-  workdir, _ = undisturbed
+def test_evaluation_may_be_changed_later_and_keeps_the_old_one(
+  undisturbed, tmp_path
+):
+  workdir = tmp_path / 'run'
+  shutil.copytree(undisturbed[0], workdir)
   before = set(os.listdir(workdir / 'eval'))
   evaluations, _ = run(tiny(**{'eval.examples': 10}), workdir)
   assert evaluations['h=1']['paper'].correct.shape == (6, 10)

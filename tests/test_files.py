@@ -92,7 +92,7 @@ def test_a_second_process_is_refused_and_the_holder_named(tmp_path):
     assert second.returncode == 1
     assert second.stdout == ''
     message = second.stderr.splitlines()[-1]
-    assert message.startswith('mwrobust.errors.UserError: ')
+    assert message.startswith('mwrobust.runtime.files.InUse: ')
     for part in (folder, f'process {os.getpid()} on {socket.gethostname()}'):
       assert str(part) in message
     assert os.listdir(folder) == ['.lock']  # The refused one left it alone.

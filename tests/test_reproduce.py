@@ -673,7 +673,6 @@ def run_reproduce(*words, cwd=ROOT):
 @pytest.mark.parametrize(
   ('words', 'message'),
   [
-    ([], '--table'),
     (['--table=mnist', '--seeds=0,x'], '--seeds=0,x'),
     (['--table=mnist', '--methods=gredy'], "--methods = 'gredy'"),
   ],

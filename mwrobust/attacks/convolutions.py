@@ -130,7 +130,7 @@ def _convolution(
   **params,
 ) -> Array:
   """The convolution as NHWC, HWIO -> NHWC (or its 1-D or 3-D counterpart)."""
-  given = {name for name, value in params.items() if value is not None}
+  given = {name for name, value in params.items() if not _is_empty(value)}
   if unknown := given - _KNOWN:
     raise ValueError(f'convolutions have {", ".join(sorted(unknown))}')
   batch, feature, *space = dimension_numbers.lhs_spec
@@ -142,6 +142,13 @@ def _convolution(
   )
   batch, feature, *space = dimension_numbers.out_spec
   return _transpose(results, _inverse((batch, *space, feature)))
+
+
+def _is_empty(value: object) -> bool:
+  """Whether a parameter says nothing, as a sharding that names no axis."""
+  if isinstance(value, jax.sharding.NamedSharding):
+    return not any(value.spec)
+  return value is None
 
 
 def _fast_form(ndim: int) -> lax.ConvDimensionNumbers:
