@@ -98,13 +98,13 @@ if point in ('train', 'stop', 'ctrl-c'):
   train._Log.trained = dying
 elif point in ('validate', 'stop-validate'):
   validate = train.validate
-  def dying(job, state, step, pause):
+  def dying(job, state, pause):
     calls.append(None)
     def pause_and_die():
       pause()
       if len(calls) == where:
         send(9 if point == 'validate' else 15)
-    return validate(job, state, step, pause_and_die)
+    return validate(job, state, pause_and_die)
   calls = []
   train.validate = dying
 elif point in ('evaluate', 'stop-evaluate'):

@@ -413,11 +413,12 @@ def test_training_without_attacks_costs_no_attacks():
 
 def test_an_outer_step_may_be_a_part_of_an_epoch():
   half = tiny(**{'train.r': 0.5})
-  assert prepare(half).schedule[:3] == (6, 3, 9)
+  schedule = prepare(half).schedule
+  assert (schedule.steps_per_epoch, schedule.total) == (6, 9)
   training, _ = planning.gradient_evaluations(half)
   assert training == 9 * 20 * (2 + 1) + 3 * 30 * 12
   least = tiny(**{'train.r': 0.01})  # A mini batch at least.
-  assert prepare(least).schedule.steps_per_outer_step == 1
+  assert prepare(least).schedule.total == 3
 
 
 def test_the_cost_of_the_tiny_run(tiny_run):
