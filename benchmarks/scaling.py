@@ -221,6 +221,8 @@ def time_threats(repeats: int):
       train_step=steps.make_train_step(
         adversary=adversary,
         policy=job.policy,
+        progress=job.schedule.progress,
+        learning_rate=job.learning_rate,
         radius_scale=job.radius_scale,
         **shared,
       ),
@@ -237,7 +239,7 @@ def time_threats(repeats: int):
     return loss
 
   def validate(k: int):
-    return loop.validate(jobs[k], carried[0], 1, lambda: None).validation
+    return loop.validate(jobs[k], carried[0], lambda: None).validation
 
   by_k = {k: functools.partial(compile_step, k) for k in KS}
   compiling = timing.interleaved(by_k, min(2, repeats))

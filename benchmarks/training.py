@@ -13,6 +13,7 @@ at once against k.
 import functools
 import platform
 import time
+from collections.abc import Callable
 
 import jax
 import numpy as np
@@ -79,36 +80,36 @@ def run_outer_step(job: Job, state, t: int):
   Returns:
     The state, and the gradient evaluations of it.
   """
-  per_outer_step = job.schedule.steps_per_outer_step
-  first = t * per_outer_step
-  validation = len(job.data.validation.labels) * job.validation_gradients
-  gradients = 0.0
-  if first == 0 and job.policy.validates_first:
-    state = update(job, state, 0)
-    gradients += validation
-  state, loss, indices = run_steps(job, state, first, per_outer_step)
+  gradients = job.validation_gradients
+  if t == 0 and job.policy.validates_first:
+    state = update(job, state)
+    gradients += job.validation_gradients
+  first = np.array(state.chosen, np.int64)
+  state, loss, chosen = run_steps(
+    job, state, lambda chosen: job.schedule.has_room(chosen, t)
+  )
   jax.block_until_ready(loss)
-  taken = job.adversary.gradients[np.asarray(indices)] + job.adversary.copies
-  gradients += job.config.train.batch_size * float(taken.sum()) + validation
-  return update(job, state, first + per_outer_step), gradients
+  gradients += float((chosen - first) @ job.batch_gradients)
+  return update(job, state), gradients
 
 
-def run_steps(job: Job, state, first: int, count: int):
-  """Trains so many mini batches; the host stays one step ahead."""
-  indices, loss = [], np.float32(0)
-  for step in range(first, first + count):
+def run_steps(job: Job, state, has_room: Callable[[np.ndarray], bool]):
+  """Trains while there is room; the host stays one step ahead."""
+  chosen, loss = np.array(state.chosen, np.int64), np.float32(0)
+  while has_room(chosen):
+    step = chosen.sum()
     index = job.choose(state.policy, step)
     batch = setup.training_batch(job, step)
     before = loss
     state, loss = job.train_step(state, index, batch)
     jax.block_until_ready(before)
-    indices.append(index)
-  return state, loss, indices
+    chosen[int(index)] += 1
+  return state, loss, chosen
 
 
-def update(job: Job, state, step: int):
+def update(job: Job, state):
   """The validation, and the policy's update."""
-  measured = loop.validate(job, state, step, lambda: None)
+  measured = loop.validate(job, state, lambda: None)
   policy = job.policy.update(state.policy, measured.validation)
   return state.replace(policy=policy)
 
@@ -121,8 +122,8 @@ def time_methods(outer_steps: int):
   }
   states, seconds, gradients = {}, dict.fromkeys(jobs, 0.0), {}
   for method, job in jobs.items():
-    warm, _, _ = run_steps(job, job.init(), 0, 1)
-    update(job, warm, 1)
+    warm, _, _ = run_steps(job, job.init(), lambda chosen: not chosen.any())
+    update(job, warm)
     states[method], gradients[method] = job.init(), 0.0
   for t in range(outer_steps):
     for method, job in jobs.items():
@@ -131,7 +132,7 @@ def time_methods(outer_steps: int):
       seconds[method] += time.perf_counter() - start
       gradients[method] += count
   schedule, batch_size = job.schedule, job.config.train.batch_size
-  epochs = schedule.steps / schedule.steps_per_epoch
+  epochs = schedule.total / schedule.steps_per_epoch
   base = next(iter(jobs))
   rows = [
     [
@@ -139,7 +140,7 @@ def time_methods(outer_steps: int):
       f'{seconds[method] / epochs:.2f}',
       f'{seconds[method] / seconds[base]:.2f}',
       f'{gradients[method] / gradients[base]:.2f}',
-      f'{schedule.steps * batch_size / seconds[method]:,.0f}',
+      f'{schedule.total * batch_size / seconds[method]:,.0f}',
       f'{gradients[method] / seconds[method]:,.0f}',
     ]
     for method in jobs
@@ -188,7 +189,10 @@ def take_a_step_apart(repeats: int):
     return loss
 
   def whole_loop():
-    carried[1], loss, _ = run_steps(job, carried[1], 0, count)
+    first = int(carried[1].step)
+    carried[1], loss, _ = run_steps(
+      job, carried[1], lambda chosen: chosen.sum() < first + count
+    )
     return loss
 
   best = timing.interleaved(

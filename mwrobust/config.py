@@ -124,8 +124,9 @@ def base() -> ConfigDict:
   train.T = 40  # Outer steps.
   train.r = 5.0  # Epochs in each, or a part of one; then comes the update.
   # Gradient evaluations (one image once forward and back) of the whole
-  # training, from which r follows; 0 to give r. Methods that are compared get
-  # the same budget.
+  # training, its validations included, instead of r; 0 to give r. It is spent
+  # up to one mini batch, whatever is chosen: methods that are compared get the
+  # same budget.
   train.budget = 0
   train.h = 3  # How many of the last parameters are averaged.
   train.batch_size = 128

@@ -57,15 +57,15 @@ def job():
   return setup.prepare(tiny())
 
 
-def final_state(workdir):
-  (state,) = checkpoints.last(pathlib.Path(workdir), 1, job().init())
+def final_state(workdir, of=job):
+  (state,) = checkpoints.last(pathlib.Path(workdir), 1, of().init())
   return state
 
 
-def assert_same_state(workdir, expected):
-  found = jax.tree.leaves(final_state(workdir))
+def assert_same_state(workdir, expected, of=job):
+  found = jax.tree.leaves(final_state(workdir, of))
   for ours, theirs in zip(
-    found, jax.tree.leaves(final_state(expected)), strict=True
+    found, jax.tree.leaves(final_state(expected, of)), strict=True
   ):
     assert (np.asarray(ours) == np.asarray(theirs)).all()
 
@@ -73,9 +73,10 @@ def assert_same_state(workdir, expected):
 # A child process that runs the tiny job and dies, or is asked to stop, at a
 # given point of it.
 CHILD = """
-import os, pathlib, signal, sys, threading
+import json, os, pathlib, signal, sys, threading
 sys.path.insert(0, sys.argv[1])
 point, where, workdir = sys.argv[2], int(sys.argv[3]), sys.argv[4]
+changes = json.loads(sys.argv[5])
 
 import tests.conftest
 from mwrobust import command_line, main
@@ -96,13 +97,13 @@ if point in ('train', 'stop', 'ctrl-c'):
   train._Log.trained = dying
 elif point in ('validate', 'stop-validate'):
   validate = train.validate
-  def dying(job, state, step, pause):
+  def dying(job, state, pause):
     calls.append(None)
     def pause_and_die():
       pause()
       if len(calls) == where:
         send(9 if point == 'validate' else 15)
-    return validate(job, state, step, pause_and_die)
+    return validate(job, state, pause_and_die)
   calls = []
   train.validate = dying
 elif point in ('evaluate', 'stop-evaluate'):
@@ -130,7 +131,7 @@ elif point == 'disk':
   signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 
 sys.argv = ['main', '--workdir=' + workdir]
-main._CONFIG = type('Flag', (), {'value': tiny()})
+main._CONFIG = type('Flag', (), {'value': tiny(**changes)})
 command_line.run(main.main, main.default_config)
 """
 
@@ -141,9 +142,10 @@ def cache_of(point):
   return f'{os.environ["JAX_COMPILATION_CACHE_DIR"]}-{kind}'
 
 
-def run_child(point, where, workdir):
+def run_child(point, where, workdir, **changes):
+  arguments = [point, str(where), str(workdir), json.dumps(changes)]
   return subprocess.run(
-    [sys.executable, '-c', CHILD, ROOT, point, str(where), str(workdir)],
+    [sys.executable, '-c', CHILD, ROOT, *arguments],
     capture_output=True,
     text=True,
     cwd=ROOT,
@@ -577,6 +579,43 @@ def test_a_budget_decides_how_long_training_is(tmp_path):
   assert rows[-1]['gradient_evaluations'] == budget
   with pytest.raises(UserError, match=r'train\.budget = 1200 is too small'):
     run(tiny(**{'train.budget': 1200}), tmp_path / 'small')
+
+
+def test_a_run_with_a_budget_resumes_in_the_middle_to_the_bit(tmp_path):
+  """What it will choose, and so how long it is, depends on how it goes."""
+  changes = {
+    'method': 'e_at',
+    'threats.pixel_l1.attack': {'steps': 7},
+    'train.budget': 6000,
+    'train.log_every': 1,
+    'optimizer.schedule': 'one_cycle',
+    'train.ramp': 0.75,
+  }
+  config = tiny(**changes)
+  run(config, tmp_path / 'whole')
+  ends = [row['step'] for row in rows_of(tmp_path / 'whole', 'outer')]
+  workdir = tmp_path / 'killed'
+  for point, where, code in (
+    ('train', ends[0] + 2, -signal.SIGKILL),
+    ('stop', ends[0] + 3, 143),
+    ('train', ends[1] + 2, -signal.SIGKILL),
+  ):
+    result = run_child(point, where, workdir, **changes)
+    assert result.returncode == code, result.stderr
+  run(config, workdir)
+  of = functools.partial(setup.prepare, config)
+  assert_same_state(workdir, tmp_path / 'whole', of)
+  state = final_state(workdir, of)
+  assert int(state.chosen.sum()) == int(state.step) == ends[-1]
+  for kind in ('train', 'outer'):
+    ours, theirs = (
+      [
+        (row['step'], row['gradient_evaluations'], row.get('learning_rate'))
+        for row in rows_of(tmp_path / name, kind)
+      ]
+      for name in ('killed', 'whole')
+    )
+    assert ours == theirs
 
 
 def test_the_game_and_the_check_are_written_down(undisturbed, tmp_path):

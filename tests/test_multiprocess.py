@@ -66,8 +66,8 @@ if point == 'training':
   )
 elif point == 'validation':
   validate = loop.validate
-  loop.validate = lambda job, state, step, check_stop: validate(
-    job, state, step, die if step > 8 else check_stop
+  loop.validate = lambda job, state, check_stop: validate(
+    job, state, die if state.step > 8 else check_stop
   )
 elif point == 'saving':
   def watch():

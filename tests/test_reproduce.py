@@ -301,8 +301,14 @@ class NoCheckpoints:
     pass
 
 
-def rehearse(config, workdir):
-  """The real loop of training, with steps that do not compute anything."""
+def rehearse(config, workdir, worst=None):
+  """The real loop of training, with steps that do not compute anything.
+
+  Args:
+    config: of the run.
+    workdir: of the run.
+    worst: the number of the threat that validation finds the highest loss for.
+  """
   real = prepare(config)
 
   def init():
@@ -310,11 +316,14 @@ def rehearse(config, workdir):
     return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
 
   def train_step(state, index, batch):
-    return state.replace(step=state.step + 1), jnp.float32(1)
+    del batch
+    chosen = state.chosen.at[index].add(1)
+    return state.replace(step=state.step + 1, chosen=chosen), jnp.float32(1)
 
   def judge(variables, *rest):
     (labels,) = (each.labels for each in rest if hasattr(each, 'labels'))
-    return Judged(np.ones(len(labels)), np.ones(len(labels), bool))
+    loss = 50.0 if len(rest) > 1 and rest[0] == worst else 1.0
+    return Judged(np.full(len(labels), loss), np.ones(len(labels), bool))
 
   job = real._replace(
     init=init,
@@ -380,6 +389,71 @@ def test_methods_of_one_budget_cost_the_same(tmp_path):
   assert last['gradient_evaluations'] == training
 
 
+@pytest.mark.parametrize(
+  'method',
+  [
+    *('multiplicative_weights', 'greedy', 'round_robin', 'uniform', 'e_at'),
+    *('ucb', 'single pixel_linf', 'single pixel_l1'),
+  ],
+)
+@pytest.mark.parametrize('worst', [0, 1])
+def test_a_budget_is_spent_whatever_is_chosen(method, worst, tmp_path):
+  """Also if all that is chosen is cheap, or all is twenty times as dear."""
+  budget = 15_000
+  fields = {
+    'threats.only': ('pixel_linf', 'pixel_l1'),
+    'attack.steps': 1,
+    'threats.pixel_l1.attack': {'steps': 40},
+    'validation_attack': {'steps': 1},
+    'train.budget': budget,
+  }
+  config = rehearsal(method, **fields)
+  last = rehearse(config, tmp_path / 'run', worst)
+  dearest = 20 * (1 if method == 'single pixel_linf' else 40) + 20
+  assert budget - dearest < last['gradient_evaluations'] <= budget
+  if method in ('multiplicative_weights', 'greedy'):  # They favour the worst.
+    rows = logged(tmp_path / 'run', 'train')
+    chosen = [
+      sum(row['chosen'][name] for row in rows)
+      for name in ('pixel_linf', 'pixel_l1')
+    ]
+    assert chosen[worst] > chosen[1 - worst]
+
+
+def test_rate_radii_and_outer_steps_of_a_budget(tmp_path):
+  """By hand: in turn, a mini batch takes 20 x 2 and 20 x 4 gradients."""
+  fields = {
+    'threats.only': ('pixel_linf', 'pixel_l1'),
+    'attack.steps': 1,
+    'threats.pixel_l1.attack': {'steps': 3},
+    # Two validations of 30 images take 30 x 4 each, and 480 are left.
+    'train.budget': 480 + 2 * 30 * 4,
+    'train.T': 2,
+    'train.ramp': 0.75,
+    'train.log_every': 1,
+    'optimizer.schedule': 'cosine',
+    'optimizer.learning_rate': 0.1,
+  }
+  config = rehearsal('round_robin', **fields)
+  last = rehearse(config, tmp_path / 'run')
+  # Of 480, these are spent before each of eight mini batches.
+  spent = np.array([0, 40, 120, 160, 240, 280, 360, 400])
+  rows = logged(tmp_path / 'run', 'train')
+  np.testing.assert_allclose(
+    [row['learning_rate'] for row in rows],
+    0.05 * (1 + np.cos(np.pi * spent / 480)),
+    rtol=1e-5,
+  )
+  outer = logged(tmp_path / 'run', 'outer')
+  assert [row['step'] for row in outer] == [4, 8]
+  scales = [row['radius_scale'] for row in outer]
+  assert scales == pytest.approx([0.5 / 0.75, 1])
+  assert last['gradient_evaluations'] == 720
+  job = prepare(config)
+  of_first = job.radius_scale(job.schedule.progress(np.array([1, 0])))
+  assert float(of_first) == pytest.approx(40 / 480 / 0.75)
+
+
 def test_a_budget_that_is_too_small_is_refused():
   """Before anything runs."""
   config = rehearsal('round_robin', **{'train.budget': 100})
@@ -413,11 +487,12 @@ def test_training_without_attacks_costs_no_attacks():
 
 def test_an_outer_step_may_be_a_part_of_an_epoch():
   half = tiny(**{'train.r': 0.5})
-  assert prepare(half).schedule[:3] == (6, 3, 9)
+  schedule = prepare(half).schedule
+  assert (schedule.steps_per_epoch, schedule.total) == (6, 9)
   training, _ = planning.gradient_evaluations(half)
   assert training == 9 * 20 * (2 + 1) + 3 * 30 * 12
   least = tiny(**{'train.r': 0.01})  # A mini batch at least.
-  assert prepare(least).schedule.steps_per_outer_step == 1
+  assert prepare(least).schedule.total == 3
 
 
 def test_the_cost_of_the_tiny_run(tiny_run):

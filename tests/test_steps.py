@@ -45,13 +45,15 @@ class Network(nn.Module):
 
 def make(adversary='one', policy=None, **changes):
   policy = policy or policies.uniform(6)
-  first = state.create(KEY, Network(), (8, 8, 1), optax.sgd(0.1), policy)
+  first = state.create(KEY, Network(), (8, 8, 1), optax.sgd(1.0), policy)
   options = {
     'model': Network(),
     'adversary': make_adversary(adversary, PAIRS),
     'policy': policy,
     'key': KEY,
-    'radius_scale': lambda step: 1.0,
+    'progress': lambda chosen: 0.5,
+    'learning_rate': lambda step, progress: 0.1,
+    'radius_scale': lambda progress: 1.0,
   }
   return first, steps.make_train_step(**(options | changes))
 
@@ -110,7 +112,7 @@ def test_the_step_is_the_attack_then_sgd_on_what_came_out():
 def test_radii_follow_the_scale():
   losses = {}
   for scale in (0.0, 0.5, 1.0):
-    now, train_step = make(radius_scale=lambda step, scale=scale: scale)
+    now, train_step = make(radius_scale=lambda progress, scale=scale: scale)
     losses[scale] = [
       float(train_step(jax.tree.map(jnp.copy, now), np.int32(i), BATCH)[1])
       for i in range(6)
@@ -195,13 +197,15 @@ class WithDropout(nn.Module):
 
 def test_dropout_works():
   policy = policies.uniform(6)
-  first = state.create(KEY, WithDropout(), (8, 8, 1), optax.sgd(0.1), policy)
+  first = state.create(KEY, WithDropout(), (8, 8, 1), optax.sgd(1.0), policy)
   step = steps.make_train_step(
     model=WithDropout(),
     adversary=make_adversary('none', PAIRS),
     policy=policy,
     key=KEY,
-    radius_scale=lambda step: 1.0,
+    progress=lambda chosen: 0.5,
+    learning_rate=lambda step, progress: 0.1,
+    radius_scale=lambda progress: 1.0,
   )
   losses = []
   for number in range(2):
@@ -226,15 +230,18 @@ def optimizer_config(**changes):
 
 
 def test_learning_rate_drops_at_the_epochs():
-  _, rate = state.make_optimizer(optimizer_config(), 10, 50)
-  found = [float(rate(step)) for step in (0, 19, 21, 29, 31, 49)]
+  rate = state.make_learning_rate(optimizer_config(), 10)
+  found = [float(rate(step, 0.5)) for step in (0, 19, 21, 29, 31, 49)]
   np.testing.assert_allclose(found, [0.1, 0.1, 0.01, 0.01, 1e-3, 1e-3])
 
 
 def test_one_cycle_rises_and_falls():
   config = optimizer_config(schedule='one_cycle', name='adam')
-  _, rate = state.make_optimizer(config, 10, 100)
-  rates = [float(rate(step)) for step in range(100)]
+  rate = state.make_learning_rate(config, 10)
+  expected = optax.cosine_onecycle_schedule(100, 0.1)
+  for step in range(101):
+    np.testing.assert_allclose(rate(0, step / 100), expected(step), rtol=1e-4)
+  rates = [float(rate(0, step / 100)) for step in range(100)]
   assert max(rates) == pytest.approx(0.1, rel=1e-3)
   assert rates[0] < 0.05
   assert rates[-1] < 0.001
@@ -242,19 +249,18 @@ def test_one_cycle_rises_and_falls():
 
 def test_cosine_falls_to_zero_and_adamw_decays():
   config = optimizer_config(schedule='cosine', name='adamw')
-  optimizer, rate = state.make_optimizer(config, 10, 100)
-  rates = [float(rate(step)) for step in (0, 50, 100)]
+  rate = state.make_learning_rate(config, 10)
+  rates = [float(rate(0, progress)) for progress in (0, 0.5, 1)]
   np.testing.assert_allclose(rates, [0.1, 0.05, 0.0], atol=1e-6)
+  optimizer = state.make_optimizer(config)
   params = {'dense': jnp.ones((2, 2))}
   zero = jax.tree.map(jnp.zeros_like, params)
   updates, _ = optimizer.update(zero, optimizer.init(params), params)
-  np.testing.assert_allclose(updates['dense'], -0.1 * 0.01, rtol=1e-5)
+  np.testing.assert_allclose(updates['dense'], -0.01, rtol=1e-5)
 
 
 def test_l2_is_keras_l2_on_convolution_kernels_only():
-  optimizer, _ = state.make_optimizer(
-    optimizer_config(l2=0.01, momentum=0.0), 10, 50
-  )
+  optimizer = state.make_optimizer(optimizer_config(l2=0.01, momentum=0.0))
   params = {'conv': jnp.ones((3, 3, 1, 2)), 'dense': jnp.ones((4, 2))}
 
   def regularised(params):
@@ -262,7 +268,28 @@ def test_l2_is_keras_l2_on_convolution_kernels_only():
 
   zero = jax.tree.map(jnp.zeros_like, params)
   updates, _ = optimizer.update(zero, optimizer.init(params), params)
-  expected = jax.tree.map(lambda g: -0.1 * g, jax.grad(regularised)(params))
+  expected = jax.tree.map(jnp.negative, jax.grad(regularised)(params))
   jax.tree.map(
     functools.partial(np.testing.assert_allclose, rtol=1e-6), updates, expected
   )
+
+
+def test_rate_and_radii_follow_the_mini_batches_of_each_threat():
+  seen = []
+
+  def note(name, value):
+    jax.debug.callback(lambda value: seen.append((name, float(value))), value)
+    return jnp.float32(0)
+
+  now, train_step = make(
+    progress=lambda chosen: chosen[0] / 4 + chosen[1] / 2,
+    learning_rate=lambda step, progress: note('rate', progress),
+    radius_scale=lambda progress: note('radii', progress),
+  )
+  for index in (0, 1, 0):
+    now, _ = train_step(now, np.int32(index), BATCH)
+  jax.effects_barrier()
+  assert now.chosen.tolist() == [2, 1, 0, 0, 0, 0]
+  # The rate sees what is done before the mini batch, the radii that with it.
+  assert sorted({v for name, v in seen if name == 'rate'}) == [0, 0.25, 0.75]
+  assert sorted({v for name, v in seen if name == 'radii'}) == [0.25, 0.75, 1]

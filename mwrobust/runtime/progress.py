@@ -145,14 +145,18 @@ class Progress:
     seconds = self._last[1] - self._first[1]
     return steps / seconds if steps and seconds else None
 
-  def update(self, step: float, note: str = 'training') -> None:
+  def update(
+    self, step: float, note: str = 'training', total: float | None = None
+  ) -> None:
     """Says that `step` steps are done; call it at every step, it is cheap.
 
     Args:
       step: steps done in the whole run.
       note: what the run does next; a new note is shown at once on a terminal.
+      total: steps in the whole run, where that is better known by now.
     """
     now = self._clock()
+    self._total = self._total if total is None else total
     self._last = step, now
     if self._first is None and step > self._start:
       self._first = self._last

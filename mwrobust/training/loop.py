@@ -79,7 +79,7 @@ def train(
   job: Job, workdir: epath.Path, stop: Stop, say: Callable[[str], None]
 ) -> None:
   """Figure 3: T times, r epochs, then a validation and an update."""
-  config, steps = job.config, job.schedule.steps
+  config = job.config
   keep = None if config.algorithm == 'ensemble' else max(2, config.train.h)
   with contextlib.closing(Checkpoints(workdir, keep)) as checkpoints:
     # ---- Resume from the last checkpoint, if there is one
@@ -89,15 +89,16 @@ def train(
     if restored is not None:
       state = restored
       if int(state.outer_step) == config.train.T:
-        say(f'{workdir} is trained already, all {steps} steps.')
+        say(f'{workdir} is trained already, all {int(state.step)} steps.')
         return
+      steps = job.schedule.expected_steps(np.asarray(state.chosen))
       say(f'Resuming from step {int(state.step)} of {steps} in {workdir}.')
 
     with _Log(job, workdir, state, resumed=restored is not None) as log:
 
       def validate_now() -> Measured:
-        log.progress.update(log.step, 'validating')
-        return validate(job, state, log.step, stop.check)
+        log.show('validating')
+        return validate(job, state, stop.check)
 
       try:
         if log.step == 0 and job.policy.validates_first:
@@ -110,13 +111,13 @@ def train(
         for t in range(int(state.outer_step), config.train.T):
           # ---- r epochs, each mini batch attacked by one threat
           played = shares(job, state)
-          last = (t + 1) * job.schedule.steps_per_outer_step
-          for step in range(log.step, last):
+          while job.schedule.has_room(log.chosen, t):
             stop.check()
-            index = job.choose(state.policy, step)
-            batch = setup.training_batch(job, step)
+            index = job.choose(state.policy, log.step)
+            batch = setup.training_batch(job, log.step)
             state, loss = job.train_step(state, index, batch)
             log.trained(index, loss)
+          log.flush()
 
           # ---- w_i <- w_i exp(eta L_i), L_i on the validation set
           measured = validate_now()
@@ -160,20 +161,19 @@ class Measured(NamedTuple):
 
 
 def validate(
-  job: Job, state: TrainState, step: int, check_stop: Callable[[], None]
+  job: Job, state: TrainState, check_stop: Callable[[], None]
 ) -> Measured:
-  """Measures a network on the validation set, with the radii of this step.
+  """Measures a network on the validation set, with the radii of training.
 
   Args:
     job: the run.
     state: whose network to attack.
-    step: mini batches done.
     check_stop: may raise to stop, between batches.
   """
   split = job.data.validation
   count = job.config.train.check_examples
   first = data.Split(*(array[:count] for array in split))
-  scale = job.radius_scale(max(0, step - 1))
+  scale = job.radius_scale(job.schedule.progress(np.asarray(state.chosen)))
 
   def attacked(step_fn, split):
     """Loss and correctness of each example under each threat, [k, N]."""
@@ -201,7 +201,8 @@ def validate(
   if not np.isfinite(mean_losses).all():
     named = dict(zip(job.names, mean_losses.tolist(), strict=True))
     raise Diverged(
-      f'A validation loss is not finite after step {step}: {named}. {_WHAT_NOW}'
+      f'A validation loss is not finite after step {int(state.step)}: {named}. '
+      f'{_WHAT_NOW}'
     )
   return Measured(
     validation=Validation(
@@ -235,28 +236,32 @@ class _Log(contextlib.AbstractContextManager):
   A row per log interval and per outer step. Gradient evaluations count one
   image once forward and back, in attacks, updates and validation alike; the
   check of the training attack is an observation, and not counted.
+
+  Attributes:
+    step: mini batches so far;
+    chosen: and those of each threat, [k].
   """
 
   def __init__(
     self, job: Job, workdir: epath.Path, state: TrainState, resumed: bool
   ):
     self.job, self.step = job, int(state.step)
+    self.chosen = np.array(state.chosen, np.int64)
     train = job.config.train
     self.metrics = Metrics(
       workdir,
       resume_step=self.step if resumed else None,
       outer_step=int(state.outer_step),
     )
-    per_step = train.batch_size * setup.step_gradients(job.config)
     evaluation_cost = setup.evaluation_gradients(
       job.config, len(job.evaluated.labels), job.data.num_classes
     )
     self.progress = Progress(
-      job.schedule.steps,
+      job.schedule.expected_steps(self.chosen),
       start=self.step,
       batch_size=train.batch_size,
       log_every=train.log_every,
-      after=evaluation_cost / per_step,
+      after=evaluation_cost / job.batch_gradients.mean(),
     )
     before = self.metrics.rows[-1] if self.metrics.rows else {}
     outer = [row for row in self.metrics.rows if row['kind'] == 'outer']
@@ -264,28 +269,34 @@ class _Log(contextlib.AbstractContextManager):
     self._losses_of_steps = [
       list(row['validation_loss'].values()) for row in outer
     ]
-    self._gradients = before.get('gradient_evaluations', 0.0)
+    self._validations = int(state.outer_step)
+    self._validations += bool(job.policy.validates_first and self.step)
     self._seconds_before = before.get('seconds', 0.0)
     self._started = time.monotonic()
     self._indices, self._losses = [], []
-    self.progress.update(self.step, 'compiling')
+    self.show('compiling')
 
   def __exit__(self, *_) -> None:
     self.progress.close()
     self.metrics.close()
 
+  def show(self, note: str) -> None:
+    """Shows how far training is."""
+    self.progress.update(
+      self.step, note, self.job.schedule.expected_steps(self.chosen)
+    )
+
   def trained(self, index: jax.Array, loss: jax.Array) -> None:
     """Notes one mini batch, attacked by threat number `index`."""
     if self._losses:  # The host stays one step ahead of the device, not more.
       self._losses[-1].block_until_ready()
-    self._indices.append(index)
+    # The index was there before the device began this step: no need to wait.
+    self._indices.append(int(index))
     self._losses.append(loss)
     self.step += 1
-    self.progress.update(self.step)
-    if (
-      self.step % self.job.config.train.log_every == 0
-      or self.step % self.job.schedule.steps_per_outer_step == 0
-    ):
+    self.chosen[self._indices[-1]] += 1
+    self.show('training')
+    if self.step % self.job.config.train.log_every == 0:
       self.flush()
 
   def flush(self) -> None:
@@ -294,24 +305,24 @@ class _Log(contextlib.AbstractContextManager):
       return
     job = self.job
     losses = np.asarray(jax.device_get(self._losses))
-    indices = np.asarray(jax.device_get(self._indices), int)
     first = self.step - len(losses)
     if not np.isfinite(losses).all():
       raise Diverged(
         f'The training loss is not finite between steps {first} and '
         f'{self.step}. {_WHAT_NOW}'
       )
-    adversary, batch_size = job.adversary, job.config.train.batch_size
-    taken = adversary.gradients[indices] + adversary.copies
-    self._gradients += batch_size * float(taken.sum())
-    chosen = np.bincount(indices, minlength=len(job.names))
+    before = self.chosen.copy()
+    before[self._indices[-1]] -= 1
+    chosen = np.bincount(self._indices, minlength=len(job.names))
     one_is_chosen = config_lib.METHODS[job.config.method][0] == 'one'
     self.metrics.write(
       'train',
       self.step,
       epoch=self.step / job.schedule.steps_per_epoch,
       loss=losses.mean(),
-      learning_rate=job.learning_rate(self.step - 1),
+      learning_rate=job.learning_rate(
+        self.step - 1, job.schedule.progress(before)
+      ),
       images_per_second=self.progress.images_per_second,
       chosen=self._by_name(chosen if one_is_chosen else 0 * chosen),
       **self._cost(),
@@ -319,9 +330,8 @@ class _Log(contextlib.AbstractContextManager):
     self._indices, self._losses = [], []
 
   def count_validation(self) -> None:
-    """Adds what the validation of all threats has cost."""
-    examples = len(self.job.data.validation.labels)
-    self._gradients += examples * self.job.validation_gradients
+    """Notes a validation of all threats."""
+    self._validations += 1
 
   def validated(
     self, t: int, measured: Measured, played: np.ndarray, weights: np.ndarray
@@ -355,7 +365,7 @@ class _Log(contextlib.AbstractContextManager):
       game={
         name: float(values[-1]) for name, values in observed._asdict().items()
       },
-      radius_scale=job.radius_scale(self.step - 1),
+      radius_scale=job.radius_scale(job.schedule.progress(self.chosen)),
       **self._cost(),
     )
     worst = int(np.argmin(accuracies))
@@ -381,7 +391,9 @@ class _Log(contextlib.AbstractContextManager):
 
   def _cost(self) -> dict[str, float]:
     seconds = self._seconds_before + time.monotonic() - self._started
-    gradients = round(self._gradients)
+    training = float(self.chosen @ self.job.batch_gradients)
+    validating = self._validations * self.job.validation_gradients
+    gradients = round(training + validating)
     return {'gradient_evaluations': gradients, 'seconds': seconds}
 
 

@@ -43,10 +43,11 @@ class Job(NamedTuple):
     validation_step: with the attacks of validation.
     probe_step: with `PROBE`.
     natural_step: without an attack.
-    learning_rate: by the step.
-    radius_scale: by the step: what share of their radii the threats have.
+    learning_rate: by the step and the progress, see `Schedule`.
+    radius_scale: by the progress: what share of their radii the threats have.
     schedule: how long training is.
-    validation_gradients: what validating one example takes.
+    batch_gradients: what training on a mini batch takes, by its threat, [k].
+    validation_gradients: what validating all examples takes.
   """
 
   config: ml_collections.ConfigDict
@@ -62,27 +63,55 @@ class Job(NamedTuple):
   validation_step: Callable
   probe_step: Callable
   natural_step: Callable
-  learning_rate: Callable[[int], float]
-  radius_scale: Callable[[int], float]
+  learning_rate: Callable[[int, float], jax.Array]
+  radius_scale: Callable[[float], jax.Array]
   schedule: 'Schedule'
+  batch_gradients: np.ndarray
   validation_gradients: float
 
 
 class Schedule(NamedTuple):
-  """How long training is, in mini batches.
+  """How long training is.
+
+  A mini batch costs 1 if its length is given in epochs, and its gradient
+  evaluations if it is given as a budget. Which threats a policy will choose is
+  not known, so how many mini batches a budget lasts for is not known either.
+
+  `chosen` is [k], the mini batches of each threat so far.
 
   Attributes:
     steps_per_epoch: whole mini batches in the training data.
-    steps_per_outer_step: between two updates of the policy.
-    steps: in all.
-    gradients: that training takes, with its validations. It is not known which
-      threats a policy will choose, so all count alike.
+    outer_steps: T.
+    costs: of a mini batch, by its threat, int [k]. Forward passes count a third
+      of a gradient, so a budget is in thirds, to be exact.
+    total: what all mini batches may cost, in the same unit.
+    gradients: that training takes, with its validations, if all threats are
+      chosen equally often.
   """
 
   steps_per_epoch: int
-  steps_per_outer_step: int
-  steps: int
+  outer_steps: int
+  costs: np.ndarray
+  total: int
   gradients: float
+
+  def progress(self, chosen: Any) -> Any:
+    """Returns what share of training is done; `chosen` may be traced."""
+    return (chosen * (self.costs / self.total)).sum()
+
+  def has_room(self, chosen: np.ndarray, t: int) -> bool:
+    """Tells whether any mini batch still fits into outer step t, from 0."""
+    spent = chosen @ self.costs + self.costs.max()
+    return bool(spent * self.outer_steps <= (t + 1) * self.total)
+
+  def expected_steps(self, chosen: np.ndarray) -> int:
+    """Returns how many steps training has if it goes on as it went so far."""
+    done = int(chosen.sum())
+    if not self.has_room(chosen, self.outer_steps - 1):
+      return done
+    so_far = chosen if done else np.ones_like(chosen)
+    mean = so_far @ self.costs / so_far.sum()
+    return done + max(1, int((self.total - chosen @ self.costs) / mean))
 
 
 def make_schedule(
@@ -91,35 +120,39 @@ def make_schedule(
   """Makes T outer steps of r epochs, or as long as `train.budget` lasts."""
   train = config.train
   steps_per_epoch = train_size // train.batch_size
-  per_step = train.batch_size * step_gradients(config)
+  gradients = batch_gradients(config)
   validations = train.T + config_lib.make_policy(config).validates_first
   validating = validations * validation_size * validation_gradients(config)
   if train.budget:
-    steps = int((train.budget - validating) / train.T / per_step)
+    costs = np.rint(3 * gradients).astype(np.int64)
+    total = 3 * train.budget - round(3 * validating)
   else:
-    steps = max(1, round(train.r * steps_per_epoch))
-  if steps < 1:
+    costs = np.ones(len(gradients), np.int64)
+    total = train.T * max(1, round(train.r * steps_per_epoch))
+  if total < train.T * costs.max():
+    least = train.T * gradients.max() + validating
     raise UserError(
       f'train.budget = {train.budget} is too small for train.T = {train.T} '
-      f'outer steps: they take at least {train.T * per_step + validating:,.0f} '
-      'gradient evaluations, with their validations. Raise it, or lower '
-      'train.T or train.validation_examples.'
+      f'outer steps: they take at least {least:,.0f} gradient evaluations, '
+      'with their validations. Raise it, or lower train.T or '
+      'train.validation_examples.'
     )
-  in_all = train.T * steps
-  return Schedule(
-    steps_per_epoch, steps, in_all, in_all * per_step + validating
-  )
+  steps = int(total / costs.mean())
+  planned = steps * float(gradients.mean()) + validating
+  return Schedule(steps_per_epoch, train.T, costs, total, planned)
 
 
-def step_gradients(config: ml_collections.ConfigDict) -> float:
-  """Returns the gradients that training on one example takes, on average."""
+def batch_gradients(config: ml_collections.ConfigDict) -> np.ndarray:
+  """Returns the gradients that a mini batch takes, by its threat, [k]."""
   kind, _ = config_lib.METHODS[config.method]
   adversary = make_adversary(kind, config_lib.make_pairs(config))
   gradients = adversary.gradients
-  if config.method == 'single':
+  if config.method == 'single':  # The others are never chosen.
     names = list(config_lib.threat_table(config))
-    gradients = gradients[[names.index(config.policy.threat)]]
-  return float(np.mean(gradients)) + adversary.copies
+    gradients = np.full_like(
+      gradients, gradients[names.index(config.policy.threat)]
+    )
+  return config.train.batch_size * (gradients + adversary.copies)
 
 
 def validation_gradients(config: ml_collections.ConfigDict) -> float:
@@ -176,16 +209,20 @@ def prepare(config: ml_collections.ConfigDict) -> Job:
   schedule = make_schedule(
     config, len(dataset.train.labels), len(dataset.validation.labels)
   )
-  optimizer, learning_rate = state_lib.make_optimizer(
-    config.optimizer, schedule.steps_per_epoch, schedule.steps
+  optimizer = state_lib.make_optimizer(config.optimizer)
+  learning_rate = state_lib.make_learning_rate(
+    config.optimizer, schedule.steps_per_epoch
   )
-  ramp_steps = max(1.0, config.train.ramp * schedule.steps)
   init_key, train_key, choice_key, validation_key = jax.random.split(
     jax.random.key(config.seed), 4
   )
 
-  def radius_scale(step):
-    return jnp.minimum(1.0, (step + 1) / ramp_steps)
+  def radius_scale(progress):
+    if not config.train.ramp:
+      return jnp.float32(1)
+    # Before the first mini batch too, validation is to tell threats apart.
+    least = schedule.costs.min() / schedule.total
+    return jnp.clip(progress, least, config.train.ramp) / config.train.ramp
 
   @functools.partial(jax.jit, out_shardings=devices.replicated())
   def choose(policy_state, step):
@@ -213,6 +250,8 @@ def prepare(config: ml_collections.ConfigDict) -> Job:
       adversary=adversary,
       policy=policy,
       key=train_key,
+      progress=schedule.progress,
+      learning_rate=learning_rate,
       radius_scale=radius_scale,
       augment=config.data.augment,
       precision=config.train.precision,
@@ -225,7 +264,9 @@ def prepare(config: ml_collections.ConfigDict) -> Job:
     learning_rate=learning_rate,
     radius_scale=radius_scale,
     schedule=schedule,
-    validation_gradients=validation_gradients(config),
+    batch_gradients=batch_gradients(config),
+    validation_gradients=len(dataset.validation.labels)
+    * validation_gradients(config),
   )
 
 

@@ -18,8 +18,22 @@ class TrainState(train_state.TrainState):
   """Flax's TrainState, with BatchNorm's statistics and the policy's state."""
 
   outer_step: jax.Array  # Outer steps t that are complete.
+  chosen: jax.Array  # int32 [k], mini batches of each threat so far.
   batch_stats: Any
   policy: policies.State
+
+  def apply_gradients(
+    self, *, grads: Any, learning_rate: jax.Array, **changes: Any
+  ) -> 'TrainState':
+    """Takes one step of the optimizer, `learning_rate` times as long."""
+    updates, opt_state = self.tx.update(grads, self.opt_state, self.params)
+    updates = jax.tree.map(lambda update: learning_rate * update, updates)
+    return self.replace(
+      step=self.step + 1,
+      params=optax.apply_updates(self.params, updates),
+      opt_state=opt_state,
+      **changes,
+    )
 
   @property
   def variables(self) -> dict[str, Any]:
@@ -39,6 +53,8 @@ def create(
   def init():
     images = jnp.zeros((1, *image_shape))
     variables = model.init(key, images, train=False)
+    policy_state = policy.init()
+    k = len(policy.probabilities(policy_state, 0))
     return TrainState(
       step=jnp.zeros((), jnp.int32),
       apply_fn=model.apply,
@@ -46,35 +62,49 @@ def create(
       tx=optimizer,
       opt_state=optimizer.init(variables['params']),
       outer_step=jnp.zeros((), jnp.int32),
+      chosen=jnp.zeros(k, jnp.int32),
       batch_stats=variables.get('batch_stats', {}),
-      policy=policy.init(),
+      policy=policy_state,
     )
 
   return jax.jit(init, out_shardings=devices.replicated())()
 
 
-def make_optimizer(
-  config: ml_collections.ConfigDict, steps_per_epoch: int, total_steps: int
-) -> tuple[optax.GradientTransformation, Callable[[int], jax.Array]]:
-  """Makes the optimizer of the config, and its learning rate by step."""
+def make_learning_rate(
+  config: ml_collections.ConfigDict, steps_per_epoch: int
+) -> Callable[[jax.Array, jax.Array], jax.Array]:
+  """Makes `learning_rate(step, progress)`, by the schedule of the config.
+
+  `'one_cycle'` and `'cosine'` follow the progress, which goes from 0 to 1 in
+  the whole training, `'steps'` the epochs.
+  """
   rate = config.learning_rate
   if config.schedule == 'one_cycle':
-    schedule = optax.cosine_onecycle_schedule(total_steps, rate)
-  elif config.schedule == 'cosine':
-    schedule = optax.cosine_decay_schedule(rate, total_steps)
-  else:
-    drops = {epoch * steps_per_epoch: 0.1 for epoch in config.drops}
-    schedule = optax.piecewise_constant_schedule(rate, drops)
+    whole = 10_000  # Optax has whole numbers where the cycle turns and ends.
+    cycle = optax.cosine_onecycle_schedule(whole, rate)
+    return lambda step, progress: cycle(whole * progress)
+  if config.schedule == 'cosine':
+    decay = optax.cosine_decay_schedule(rate, 1)
+    return lambda step, progress: decay(progress)
+  drops = {epoch * steps_per_epoch: 0.1 for epoch in config.drops}
+  constant = optax.piecewise_constant_schedule(rate, drops)
+  return lambda step, progress: constant(step)
+
+
+def make_optimizer(
+  config: ml_collections.ConfigDict,
+) -> optax.GradientTransformation:
+  """Makes the optimizer of the config, with a learning rate of 1."""
   optimizer = {
-    'sgd': lambda: optax.sgd(schedule, config.momentum),
-    'adam': lambda: optax.adam(schedule),
-    'adamw': lambda: optax.adamw(schedule, weight_decay=config.weight_decay),
+    'sgd': lambda: optax.sgd(1.0, config.momentum),
+    'adam': lambda: optax.adam(1.0),
+    'adamw': lambda: optax.adamw(1.0, weight_decay=config.weight_decay),
   }[config.name]()
   if config.l2:
     # The slope of l2 * sum(kernel^2), which Keras calls l2 regularisation.
     decay = optax.add_decayed_weights(2 * config.l2, _is_conv_kernel)
     optimizer = optax.chain(decay, optimizer)
-  return optimizer, schedule
+  return optimizer
 
 
 def _is_conv_kernel(params: Any) -> Any:

@@ -33,6 +33,8 @@ def make_train_step(
   adversary: Adversary,
   policy: Policy,
   key: Array,
+  progress: Callable[[Array], Array],
+  learning_rate: Callable[[Array, Array], Array],
   radius_scale: Callable[[Array], Array],
   augment: bool = False,
   precision: str = 'float32',
@@ -48,7 +50,10 @@ def make_train_step(
     adversary: what a mini batch is trained on.
     policy: it sees how each mini batch went.
     key: all randomness of a step is folded in from it and the step's number.
-    radius_scale: by the step: what share of their radii the threats have.
+    progress: `progress(chosen)`, what share of training these mini batches are.
+    learning_rate: by the step and the progress before the mini batch.
+    radius_scale: by the progress after it: what share of their radii the
+      threats have.
     augment: crop and flip the images first.
     precision: what the network computes in, but for the attacks, which are in
       float32.
@@ -68,7 +73,9 @@ def make_train_step(
     images = _to_float(batch.images)
     if augment:
       images = data.augment(augment_key, images, batch.ids)
-    shared = state.variables, index, attack_key, radius_scale(state.step)
+    chosen = state.chosen.at[index].add(1)
+    scale = radius_scale(progress(chosen))
+    shared = state.variables, index, attack_key, scale
     images, labels = perturb(shared, (images, batch.labels, batch.ids))
 
     def loss_fn(params):
@@ -91,6 +98,8 @@ def make_train_step(
     (loss, (accuracy, batch_stats)), gradient = gradient_fn(state.params)
     state = state.apply_gradients(
       grads=gradient,
+      learning_rate=learning_rate(state.step, progress(state.chosen)),
+      chosen=chosen,
       batch_stats=batch_stats,
       policy=policy.observe(state.policy, index, loss, accuracy),
     )
