@@ -15,6 +15,7 @@ import os
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import flax.linen as nn
 import jax
 import numpy as np
 import safetensors.numpy
@@ -29,12 +30,14 @@ Variables = Mapping[str, Any]
 
 
 def load(
-  path: str | os.PathLike,
+  path: str | os.PathLike, model: type[nn.Module] | None = None
 ) -> tuple[Callable[[Variables, jax.Array], jax.Array], Variables, dict]:
   """Loads a network that was exported.
 
   Args:
     path: of its files, without their suffixes.
+    model: the class of the network, if it is a linen module of your own. A card
+      that comes from elsewhere never decides what is imported.
 
   Returns:
     `logits_fn(params, images)`, for float32 images [B, H, W, C] in [0, 1]; its
@@ -47,13 +50,18 @@ def load(
         f'There is no {each}: give the path of a network without its suffix.'
       )
   card = json.loads(of_card.read_text())
-  model, spec = card['config']['model'], card['input']
+  fields, spec = card['config']['model'], card['input']
+  if ':' in fields['name'] and model is None:
+    raise UserError(
+      f'{of_card} is of {fields["name"]}, a module of its own: import that '
+      'class and pass it, networks.load(path, model=...).'
+    )
   module = models.create(
-    model['name'],
+    model or fields['name'],
     num_classes=card['classes'],
     mean=spec['mean'],
     std=spec['std'],
-    **model['options'],
+    **fields['options'],
   )
   params = traverse_util.unflatten_dict(
     safetensors.numpy.load(of_tensors.read_bytes()), sep='/'

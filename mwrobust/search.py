@@ -3,8 +3,9 @@ r"""Chooses settings on validation images: of each method, or the radii.
   python -m mwrobust.search --config=configs/mnist.py:maini,cnn \
     --config.train.budget=5000000 --methods=multiplicative_weights,round_robin
 
-Every method gets as many candidates as every other: learning rates, ramps and
-its own parameter (`mwrobust/reproduction/chosen.py`). Each is trained with the
+Every method gets four candidates: its first settings, another learning rate,
+another ramp, and another value of its own parameter, or a third learning rate
+if it has none (`mwrobust/reproduction/chosen.py`). Each is trained with the
 budget; the highest union wins.
 
   python -m mwrobust.search --config=configs/mnist.py:balanced,cnn \
@@ -33,7 +34,7 @@ from mwrobust.errors import UserError, check_choice
 from mwrobust.reporting import document
 from mwrobust.reporting.accuracies import method_title
 from mwrobust.reproduction import planning, tables
-from mwrobust.reproduction.chosen import GRID, MORE_LEARNING_RATES, OWN
+from mwrobust.reproduction.chosen import CHANGES, FIRST, OWN, WITHOUT_OWN
 from mwrobust.reproduction.planning import PlannedRun, make_config
 
 
@@ -63,14 +64,11 @@ def judge(candidate: Candidate) -> Candidate:
 
 def settings_of(method: str) -> list[dict[str, float]]:
   """Returns the candidates of a method, as many as those of any other."""
-  axes = GRID | OWN.get(method, {})
-  if method not in OWN:
-    rates = GRID['optimizer.learning_rate'] + MORE_LEARNING_RATES
-    axes['optimizer.learning_rate'] = tuple(sorted(rates))
-  return [
-    dict(zip(axes, values, strict=True))
-    for values in itertools.product(*axes.values())
-  ]
+  own = OWN.get(method, {})
+  first = FIRST | {field: values[0] for field, values in own.items()}
+  another = {field: values[1] for field, values in own.items()}
+  changes = [{}, *CHANGES, another or WITHOUT_OWN]
+  return [first | change for change in changes]
 
 
 def on_validation_images(

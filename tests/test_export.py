@@ -241,7 +241,11 @@ class Net(nn.Module):
   }
   for path in networks.save('some/net.v2', variables, card):
     assert path.exists()
-  logits_fn, params, loaded = networks.load('some/net.v2')
+  with pytest.raises(UserError, match=r'net\.v2\.json is of nets_to_load:Net'):
+    networks.load('some/net.v2')  # Data never decide what is imported.
+  import nets_to_load
+
+  logits_fn, params, loaded = networks.load('some/net.v2', nets_to_load.Net)
   assert loaded == card
   jax.tree.map(np.testing.assert_array_equal, params, variables)
   np.testing.assert_array_equal(

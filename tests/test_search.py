@@ -16,18 +16,20 @@ from mwrobust import search
 from mwrobust.errors import UserError
 from mwrobust.evaluation import Outcomes
 from mwrobust.reproduction import planning, tables
-from mwrobust.reproduction.chosen import GRID, OWN
+from mwrobust.reproduction.chosen import FIRST, OWN
 
 ROOT = pathlib.Path(__file__).parent.parent
 
 
 def test_every_method_gets_as_many_candidates():
   found = {method: search.settings_of(method) for method in tables.RIVALS}
-  assert {len(settings) for settings in found.values()} == {8}
-  for method, candidates in found.items():
-    assert len({json.dumps(settings) for settings in candidates}) == 8
-    for settings in candidates:
-      assert settings.keys() == GRID.keys() | OWN.get(method, {}).keys()
+  assert {len(settings) for settings in found.values()} == {4}
+  for method, (first, *others) in found.items():
+    assert first.keys() == FIRST.keys() | OWN.get(method, {}).keys()
+    for other in others:
+      assert other.keys() == first.keys()
+      assert sum(other[field] != first[field] for field in first) == 1
+    assert len({json.dumps(settings) for settings in others}) == 3
 
 
 def shared(**changes):
@@ -41,7 +43,7 @@ def test_candidates_are_judged_on_validation_images(tmp_path):
   assert config.eval.split == 'validation'
   assert config.eval.protocols == ('standard',)
   candidates = search.plan_methods(config, ['ucb', 'greedy'], tmp_path)
-  assert len({c.run.workdir for c in candidates}) == 16
+  assert len({c.run.workdir for c in candidates}) == 8
   for settings, run, _ in candidates:
     assert run.workdir.parent == tmp_path / run.method
     fields = config_lib.flatten(run.config)

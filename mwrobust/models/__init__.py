@@ -66,7 +66,7 @@ MODELS = {
 
 
 def create(
-  name: str,
+  name: str | type[nn.Module],
   *,
   num_classes: int,
   mean: Sequence[float],
@@ -77,7 +77,7 @@ def create(
 
   Args:
     name: one of `MODELS`, or `module:Class` for a linen module of your own; a
-      module in the current folder is found, too.
+      module in the current folder is found, too. Or its class itself.
     num_classes: how many logits.
     mean: of the training pixels, per channel.
     std: of the training pixels, per channel.
@@ -96,12 +96,12 @@ def create(
     'std': tuple(map(float, std)),
   }
   options = {option: _hashable(value) for option, value in options.items()}
-  if ':' not in name:
+  if isinstance(name, str) and ':' not in name:
     check_choice('model.name', name, [*MODELS, 'module:Class'])
     _check_options(MODELS[name], name, options, common)
     return MODELS[name](**common, **options)
 
-  network_class = own.load_class(name)
+  network_class = own.load_class(name) if isinstance(name, str) else name
   fields = {field.name for field in dataclasses.fields(network_class)}
   wanted = {'num_classes': num_classes} if 'num_classes' in fields else {}
   _check_options(network_class, name, options, wanted)

@@ -10,19 +10,18 @@ prints what goes into `CHOSEN`; `python -m mwrobust.reproduce` uses it.
 
 from typing import Any
 
-# Each value with each other one, for every method,
-GRID = {
-  'optimizer.learning_rate': (3e-3, 6e-3),
-  'train.ramp': (0.3, 0.6),
-}
-# and with those of the method's own parameter.
+# The first candidate of every method,
+FIRST = {'optimizer.learning_rate': 6e-3, 'train.ramp': 0.3}
+# and what the others change, one setting at a time.
+CHANGES = ({'optimizer.learning_rate': 3e-3}, {'train.ramp': 0.6})
+# The methods with a parameter of their own: its first value, and another.
 OWN = {
   'multiplicative_weights': {'policy.eta': (0.25, 1.0)},
-  'ucb': {'policy.exploration': (0.25, 1.0)},
-  'e_at': {'policy.decay': (0.9, 0.98)},
+  'ucb': {'policy.exploration': (1.0, 0.25)},
+  'e_at': {'policy.decay': (0.98, 0.9)},
 }
-# Methods without a parameter of their own get as many candidates by these.
-MORE_LEARNING_RATES = (1.5e-3, 12e-3)
+# The methods without one get this in its place.
+WITHOUT_OWN = {'optimizer.learning_rate': 12e-3}
 
 # By config, as its folder of runs is called, and by method.
 CHOSEN: dict[str, dict[str, dict[str, Any]]] = {}
