@@ -1,0 +1,66 @@
+"""The Python blocks of the README run as they are printed."""
+
+import pathlib
+import re
+
+import equinox as eqx
+import flax.linen as nn
+import jax
+import numpy as np
+import pytest
+
+ROOT = pathlib.Path(__file__).parent.parent
+README = (ROOT / 'README.md').read_text()
+BLOCKS = re.findall(r'^```python\n(.*?)^```', README, re.M | re.S)
+# The standard protocol, which both evaluations take, is tested elsewhere.
+SHORT = 'protocol=[attacks.pgd(3)], progress=False'
+
+
+class Linear(nn.Module):
+  """What stands for the reader's network."""
+
+  @nn.compact
+  def __call__(self, images, train=False):
+    return nn.Dense(4)(images.reshape(len(images), -1))
+
+
+@pytest.fixture
+def names():
+  """Returns what the blocks take for granted."""
+  images = np.random.default_rng(0).random((6, 8, 8, 3), np.float32)
+  model, net = Linear(), eqx.nn.Linear(192, 4, key=jax.random.key(1))
+  params = model.init(jax.random.key(0), images)
+  return {
+    'images': images,
+    'labels': np.asarray(model.apply(params, images).argmax(axis=1), np.int32),
+    'model': model,
+    'params': params,
+    'net': lambda image: net(image.reshape(-1)),
+  }
+
+
+def block_with(text):
+  (block,) = (block for block in BLOCKS if text in block)
+  return block
+
+
+def test_how_robust_is_your_network(names, tmp_path, monkeypatch, capsys):
+  monkeypatch.chdir(tmp_path)
+  block = block_with('reporting.write')
+  exec(block.replace('params=params', f'params=params, {SHORT}'), names)
+  assert 'union' in capsys.readouterr().out
+  assert (tmp_path / 'my_network' / 'report.html').exists()
+  equinox = block_with('jax.vmap(net)')
+  exec(equinox.replace('eps=8 / 255)\n', f'eps=8 / 255), {SHORT}\n'), names)
+  assert names['outcomes'].threats == ('pixel_linf',)
+
+
+def test_attacks_as_functions(names):
+  exec(block_with('make_switch'), names)
+  key, batch = jax.random.key(0), (names['images'], names['labels'])
+  found = names['perturb'](names['params'], key, *batch)
+  assert found.shape == names['images'].shape
+
+
+def test_it_is_short():
+  assert len(README.splitlines()) <= 250
