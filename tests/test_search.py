@@ -69,7 +69,7 @@ def test_the_highest_union_is_chosen(tmp_path):
   methods = ['multiplicative_weights', 'uniform']
   candidates = search.plan_methods(shared(), methods, tmp_path)
   for i, candidate in enumerate(candidates):
-    made_candidate(candidate, share=0.1 if i in (3, 9) else 0.7)
+    made_candidate(candidate, share=0.1 if i in (3, 5) else 0.7)
   path = candidates[0].run.workdir / 'status.json'
   path.write_text('{"status": "diverged"}')
   judged = list(map(search.judge, candidates))
@@ -78,7 +78,7 @@ def test_the_highest_union_is_chosen(tmp_path):
   best = search.best_settings(judged)
   assert best == {
     'multiplicative_weights': candidates[3].settings,
-    'uniform': candidates[9].settings,
+    'uniform': candidates[5].settings,
   }
   table, text = search.method_parts(judged)
   assert table.markdown.count(' *') == 2

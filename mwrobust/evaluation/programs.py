@@ -120,9 +120,13 @@ class Programs:
       self._compiled[kind] = self._pool.submit(lowered.compile)
 
   def run(
-    self, batches: Sequence[Batch]
+    self, batches: Sequence[Batch], then: Pass | None
   ) -> Iterator[list[tuple[Batch, Attacked]]]:
     """Attacks the batches of one round, some in each call.
+
+    Args:
+      batches: of the round.
+      then: a pass to prepare while the devices are at work.
 
     Yields:
       The batches of a call, and what became of them.
@@ -134,6 +138,8 @@ class Programs:
       kind, _ = self._placed(called[0].of)
       self.prepare(called[0].of)
       found = self._compiled[kind].result()(*self._arguments(called))
+      if then is not None:
+        self.prepare(then)
       found = jax.tree.map(np.asarray, found)
       yield [
         (batch, Attacked(*(field[place] for field in found)))

@@ -263,14 +263,10 @@ def _attack_survivors(
           batches.append(programs.Batch(a_pass, examples))
         else:
           complete += 1
-    if batches:
-      compiled.prepare(batches[0].of)
-      stage = batches[0].of.stage
-      for following in (r[0] for r in rounds[done:] if r[0].stage == stage + 1):
-        compiled.prepare(following)
-        break
+    stage = a_round[0].stage
+    following = (p for p, *_ in rounds[done:] if p.stage == stage + 1)
     total = complete + len(batches)
-    for called in compiled.run(batches):
+    for called in compiled.run(batches, next(following, None)):
       for batch, attacked in called:
         _record(outcomes, rows[batch.of.row], batch, attacked)
       complete += len(called)
