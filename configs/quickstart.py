@@ -31,7 +31,7 @@ def get_config(variants: str = ''):
   config.train.validation_examples = 200
   config.train.check_examples = 20
   config.train.log_every = 36  # Once an epoch.
-  config.eval.examples = 200
+  config.eval.examples = 100
   config.eval.others = ()
   config.eval.curve_examples = 50
   return config_lib.apply_variants(config, variants, {'runlocal': _runlocal})

@@ -23,7 +23,7 @@ from mwrobust.runtime.signals import Interrupted, silenced_threads
 
 flags.disclaim_key_flags()  # `--help` shows `--config` as the program's own.
 
-_CACHE_BYTES = 2**30  # The oldest of what was compiled goes first.
+_CACHE_BYTES = 2**30  # Of compiled programs.
 _until_the_end = contextlib.ExitStack()
 _HERE = pathlib.Path(__file__).parent
 # A wheel has them inside of the package, a checkout beside it.
@@ -176,8 +176,8 @@ def call(main: Callable[[list[str]], None], argv: list[str]) -> None:
   if not jax.config.jax_compilation_cache_dir:  # A restart compiles nothing.
     home = os.environ.get('XDG_CACHE_HOME') or pathlib.Path.home() / '.cache'
     cache = pathlib.Path(home, 'mwrobust', 'jax')
+    limit_cache(cache, _CACHE_BYTES)
     jax.config.update('jax_compilation_cache_dir', str(cache))
-    jax.config.update('jax_compilation_cache_max_size', _CACHE_BYTES)
   try:
     main(argv[1:])
   except UserError as error:
@@ -193,6 +193,22 @@ def call(main: Callable[[list[str]], None], argv: list[str]) -> None:
   except KeyboardInterrupt:
     print('\nStopped at once. Run the same command again to resume.')
     sys.exit(130)
+
+
+def limit_cache(folder: pathlib.Path, most: int) -> None:
+  """Deletes the oldest compiled programs beyond so many bytes.
+
+  JAX has a limit of its own, `jax_compilation_cache_max_size`, but refuses to
+  cache anything once a kill between two writes has left an entry incomplete.
+  """
+  with contextlib.suppress(OSError):  # Another process may do the same.
+    entries = [(path.stat(), path) for path in folder.glob('*-cache')]
+    entries.sort(key=lambda entry: entry[0].st_mtime, reverse=True)
+    size = 0
+    for stat, path in entries:
+      size += stat.st_size
+      if size > most:
+        path.unlink()
 
 
 def _leave(message: str) -> NoReturn:

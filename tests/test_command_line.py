@@ -135,3 +135,16 @@ def test_a_bad_flag_is_named_without_a_traceback(flags, named, tmp_path):
   assert all(word in said for word in named), said
   assert 'Traceback' not in said
   assert not (tmp_path / 'w').exists()
+
+
+def test_the_oldest_compiled_programs_are_deleted_beyond_the_limit(tmp_path):
+  for age, name in enumerate(('newest', 'older', 'oldest')):
+    path = tmp_path / f'{name}-cache'
+    path.write_bytes(b'x' * 100)
+    os.utime(path, (1e9 - age, 1e9 - age))
+  command_line.limit_cache(tmp_path, 250)
+  assert {path.name for path in tmp_path.iterdir()} == {
+    'newest-cache',
+    'older-cache',
+  }
+  command_line.limit_cache(tmp_path / 'missing', 250)
