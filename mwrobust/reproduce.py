@@ -81,12 +81,13 @@ def main(argv: list[str]) -> None:
   table = restrict(TABLES[given.table], given.methods)
   name = command_line.config_name()
   folder = epath.Path(given.workdir) / name
+  chosen = CHOSEN.get(name, {})
   planned = plan(
     table,
     given.config,
     seeds_by_method(table, given.seeds, given.seeds_for),
     folder,
-    chosen=CHOSEN.get(name),
+    chosen=chosen,
     given=command_line.given_fields(),
   )
   say = functools.partial(print, flush=True)
@@ -95,7 +96,7 @@ def main(argv: list[str]) -> None:
     planning.make_missing(planned, say)
     found = [planning.load(run) for run in planned]
     output = epath.Path(given.output or folder / given.table)
-    write(given.table, table, found, output, say)
+    write(given.table, table, found, chosen, output, say)
 
 
 def seeds_by_method(

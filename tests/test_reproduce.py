@@ -199,7 +199,8 @@ def test_a_comparison_is_one_table(tmp_path):
     for seed in numbers
   ]
   output = tmp_path / 'table' / 'maini'
-  tables.write('maini', tables.TABLES['maini'], found, output, ignore)
+  chosen = {'msd': {'optimizer.learning_rate': 0.1, 'train.ramp': 0.25}}
+  tables.write('maini', tables.TABLES['maini'], found, chosen, output, ignore)
   markdown = (tmp_path / 'table' / 'maini.md').read_text()
   (rows,) = tables_of(section(markdown, 'Accuracy'))
   six = ('pixel_linf', 'pixel_l2', 'pixel_l1', 'dct_linf', 'dct_l2', 'dct_l1')
@@ -225,7 +226,9 @@ def test_a_comparison_is_one_table(tmp_path):
       cells = rows[f'{name}{suffix}']
       assert cells['Mult. weights'].startswith(f'{mean:.1f} (± ')
       assert cells['MSD'].startswith(f'{msd[name]:.1f} (')
-  (given,) = tables_of(section(markdown, 'Setting'))
+  setting = section(markdown, 'Setting')
+  assert 'validation images for MSD only' in setting
+  (given,) = tables_of(setting)
   assert given['MSD']['train.ramp'] == '0.25'
   assert given['MSD']['policy.eta'] == '-'
   assert given['Mult. weights']['policy.eta'] == '0.1'

@@ -96,9 +96,10 @@ def _prepare(attack: Square, problem: Problem, eps: float, norm: norms.Norm):
       delta = grid.flatten(windows.start(random, radius))
       return ball.project(delta, domain, radius)
 
-    def propose(random, delta, domain, side):
+    def propose(query, random, delta, domain):
       now, low, high = map(grid.unflatten, (delta, domain.low, domain.high))
-      new = windows.propose(random, now, side, radius, low, high)
+      side = sides[query]
+      new = windows.propose(query, random, now, side, radius, low, high)
       return ball.settle(grid.flatten(new), domain, radius)
 
     first = jax.vmap(start)(draw(0, windows.start_draws), problem.domain)
@@ -106,9 +107,8 @@ def _prepare(attack: Square, problem: Problem, eps: float, norm: norms.Norm):
 
     def advance(search: _Search) -> _Search:
       random = draw(search.query, windows.draws)
-      side = sides[search.query]
-      new = jax.vmap(lambda *args: propose(*args, side))(
-        random, search.best.delta, problem.domain
+      new = jax.vmap(propose, in_axes=(None, 0, 0, 0))(
+        search.query, random, search.best.delta, problem.domain
       )
       asked = ask(new)
       lower = better(search.best, asked, ~search.best.fooled)
@@ -211,6 +211,7 @@ class _Linf:
 
   def propose(
     self,
+    query: Array,
     random: Array,
     delta: Array,
     side: Array,
@@ -222,6 +223,7 @@ class _Linf:
 
     Where that would change nothing, the opposite signs do.
     """
+    del query
     corner, signs = random[:2], _signs(random[2:]).reshape(1, 1, -1)
     inside = _inside(*self.grid.window(corner, side), side)
     change = jnp.clip(eps * signs, low, high) - delta
@@ -242,7 +244,7 @@ class _Mass:
       math.ceil(side / self.tile) for side in (grid.height, grid.width)
     )
     self.start_draws = rows * columns * grid.channels
-    self.draws = 11 + grid.channels
+    self.draws = 6 + grid.channels
 
   def mass(self, delta: Array) -> Array:
     return norms.total((jnp.abs(delta) ** self.power).ravel())
@@ -292,6 +294,7 @@ class _Mass:
 
   def propose(
     self,
+    query: Array,
     random: Array,
     delta: Array,
     side: Array,
@@ -304,11 +307,13 @@ class _Mass:
     What the bounds have cut off the perturbation is given back to it as well.
     """
     unused = jnp.maximum(eps**self.power - self.mass(delta), 0)
-    moved = self.move_window(random[5:], delta, side, unused)
     if self.power == 2:
-      return moved
-    spiked = self.move_spike(random[:5], delta, unused, low, high)
-    return jnp.where(random[5] < 0.5, moved, spiked)
+      return self.move_window(random, delta, side, unused)
+    return lax.cond(
+      query % 2 == 0,
+      lambda: self.move_window(random, delta, side, unused),
+      lambda: self.move_spike(random, delta, unused, low, high),
+    )
 
   def move_spike(
     self,

@@ -11,9 +11,9 @@ prints what goes into `CHOSEN`; `python -m mwrobust.reproduce` uses it.
 from typing import Any
 
 # The first candidate of every method,
-FIRST = {'optimizer.learning_rate': 6e-3, 'train.ramp': 0.3}
+FIRST = {'optimizer.learning_rate': 12e-3, 'train.ramp': 0.3}
 # and what the others change, one setting at a time.
-CHANGES = ({'optimizer.learning_rate': 3e-3}, {'train.ramp': 0.6})
+CHANGES = ({'optimizer.learning_rate': 6e-3}, {'train.ramp': 0.6})
 # The methods with a parameter of their own: its first value, and another.
 OWN = {
   'multiplicative_weights': {'policy.eta': (0.25, 1.0)},
@@ -21,7 +21,7 @@ OWN = {
   'e_at': {'policy.decay': (0.98, 0.9)},
 }
 # The methods without one get this in its place.
-WITHOUT_OWN = {'optimizer.learning_rate': 12e-3}
+WITHOUT_OWN = {'optimizer.learning_rate': 24e-3}
 
 # By config, as its folder of runs is called, and by method.
 CHOSEN: dict[str, dict[str, dict[str, Any]]] = {}

@@ -58,7 +58,8 @@ _COMPARISON = TablePlan(
   dict.fromkeys(RIVALS, ()),
   section='comparison',
   fields={
-    'train.budget': 30_000_000,
+    'train.budget': 6_000_000,
+    'train.T': 10,
     'eval.examples': 1000,
     'eval.curve_examples': 0,
   },
@@ -244,8 +245,15 @@ _SECTIONS = {
 }
 
 
-def setting_parts(found: Sequence[runs.Run]) -> list[document.Part]:
-  """Returns what the runs share, and what each method was given."""
+def setting_parts(
+  found: Sequence[runs.Run], chosen: Mapping[str, Mapping[str, Any]]
+) -> list[document.Part]:
+  """Returns what the runs share, and what each method was given.
+
+  Args:
+    found: the runs.
+    chosen: the settings that a search chose, by method.
+  """
   parts = [
     document.text(config_lib.describe(found[0].config, shared=True)),
     training.seeds_part(found),
@@ -259,10 +267,15 @@ def setting_parts(found: Sequence[runs.Run]) -> list[document.Part]:
     ]
     for method, own in fields.items()
   ]
-  caption = 'What each method was given.'
-  if len({str(own) for own in fields.values()}) > 1:
-    parts.append(document.table(['method', *names], rows, caption))
-  return parts
+  searched = [m for m, own in fields.items() if own == chosen.get(m)]
+  if len(searched) == len(fields):
+    caption = 'Each chosen by the same search on validation images.'
+  elif searched:
+    titles = ', '.join(map(accuracies.method_title, searched))
+    caption = f'Chosen by a search on validation images for {titles} only.'
+  else:
+    caption = 'Not chosen by a search.'
+  return [*parts, document.table(['method', *names], rows, caption)]
 
 
 def _tuned(run: runs.Run) -> dict[str, float]:
@@ -279,6 +292,7 @@ def write(
   name: str,
   table: TablePlan,
   found: Sequence[runs.Run],
+  chosen: Mapping[str, Mapping[str, Any]],
   output: epath.Path,
   say: Callable[[str], None],
 ) -> None:
@@ -288,12 +302,13 @@ def write(
     name: of the table.
     table: what it shows.
     found: its runs.
+    chosen: the settings that a search chose, by method.
     output: where it goes, without the suffix.
     say: prints the table and the paths.
   """
   runs.check_mergeable(found)
   sections = [
-    ('Setting', setting_parts(found)),
+    ('Setting', setting_parts(found, chosen)),
     _SECTIONS[table.section](table, found),
     ('Can these figures be believed?', check_parts(found)),
     ('Cost', [training.cost_table(found)]),
