@@ -1256,7 +1256,7 @@ def test_other_refusals():
     attacks.pgd(10, random_start=False, restarts=2)
   with pytest.raises(ValueError, match=r"'strict'.*orthonormal.*'gamma'"):
     attacks.Threat(space=OWN['gamma'], norm='l2', eps=1.0, clip='strict')
-  with pytest.raises(ValueError, match=r'threats=[]'):
+  with pytest.raises(ValueError, match=r'threats=\[\]'):
     attacks.make_switch([])
   with pytest.raises(ValueError, match=r"threats.*'pixel_linf'.*Threat"):
     attacks.make_switch(['pixel_linf'], attacks.pgd(10))
