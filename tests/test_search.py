@@ -109,7 +109,7 @@ def test_radii_are_those_of_one_threat_alone(tmp_path):
   assert set(shown) == {'dct_linf', 'pixel_l1'}
   at = 0.05 + 0.05 * (high - 60) / (high - low)
   assert found['dct_linf']['eps with 60 %'] == f'{at:.3g}'
-  assert found['pixel_l1']['eps with 60 %'] == 'not between these'
+  assert found['pixel_l1']['eps with 60 %'] == 'outside these radii'
   with pytest.raises(UserError, match="--radii = 'dct_linff'"):
     search.plan_radii(config, {'dct_linff': [1.0]}, tmp_path)
   with pytest.raises(UserError, match='--radii=dct_l1'):
