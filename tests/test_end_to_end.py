@@ -689,7 +689,7 @@ def test_batch_norm_augmentation_and_sgd(tmp_path):
 
 def test_recalibration_needs_statistics(undisturbed):
   workdir, _ = undisturbed
-  with pytest.raises(UserError, match='cnn has no BatchNorm: leave it out'):
+  with pytest.raises(UserError, match=r"eval\.others has 'recalibrated', but cnn"):
     run(tiny(**{'eval.others': ('recalibrated',)}), workdir)
 
 
@@ -721,7 +721,7 @@ def test_a_run_that_never_began_does_not_claim_its_workdir(tmp_path):
     run(tiny(**{'train.batch_size': 121}), tmp_path / 'w')
   config = tiny()
   config.model.options.hidden = 0
-  with pytest.raises(UserError, match=r'model\.options = .* do not make a cnn'):
+  with pytest.raises(UserError, match=r'model\.options = .* cnn'):
     run(config, tmp_path / 'w')
   assert not (tmp_path / 'w').exists()
 

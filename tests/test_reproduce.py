@@ -816,7 +816,7 @@ def test_only_what_is_missing_is_trained(made, tiny_run):
   results, _, result = made
   assert result.returncode == 0, result.stderr
   finished = results / 'multiplicative_weights-seed0'
-  assert 'is trained already' not in result.stdout
+  assert 'is already trained' not in result.stdout
   assert (finished / 'metrics.jsonl').read_bytes() == (
     tiny_run / 'metrics.jsonl'
   ).read_bytes()
