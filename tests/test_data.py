@@ -668,9 +668,9 @@ def test_constant_channels_can_be_normalised(tmp_path, own):
   [
     ({'train_labels': None}, r'has the arrays .*test_labels: it must have tra'),
     ({'test_labels': None, 'train_images': None}, 'it must have train_images'),
-    ({'train_labels': lambda y: y - 1}, r'\(train\).*lowest of them -1'),
+    ({'train_labels': lambda y: y - 1}, r'\(train\).*lowest is -1'),
     ({'test_labels': lambda y: y / 2}, r'\(test\) has float64 labels \[7\]'),
-    ({'train_labels': lambda y: y * 10**6}, 'highest of them 2000000'),
+    ({'train_labels': lambda y: y * 10**6}, 'highest is 2000000'),
     ({'train_labels': lambda y: y[:-1]}, '20 images, but 19 labels'),
     ({'train_labels': lambda y: np.eye(3)[y]}, r'one-hot .*argmax'),
     ({'train_labels': lambda y: 0 * y}, 'only one class: all 20 .* are 0'),
