@@ -191,7 +191,7 @@ def test_a_damaged_newest_is_passed_over_and_made_again(
   checkpoints = open_in()
   assert_same(checkpoints.restore(start, told.append), after(start, 1))
   assert 'checkpoints/2 cannot be read' in told[0]
-  assert 'checkpoints/2; it is now' in told[1]
+  assert 'checkpoints/2, which was moved to' in told[1]
   (aside,) = (tmp_path / 'put_aside').iterdir()
   assert aside.name.startswith('checkpoints-2-')
   checkpoints.save(after(start, 2))

@@ -31,7 +31,12 @@ ROOT = pathlib.Path(__file__).parent.parent
 ROWS = (*SIX, 'min', 'union', 'natural')
 NETWORKS = ('h=1', 'h=2 average', 'h=2 ensemble')
 HEADINGS = (
-  *('Verdict', 'Pictures', 'Who fools what', 'Accuracy over the radius'),
+  *(
+    'Verdict',
+    'Pictures',
+    'Images fooled by each threat',
+    'Accuracy over the radius',
+  ),
   'Cost',
 )
 RUN_HEADINGS = (*HEADINGS, 'Training', 'All networks of this run')
@@ -220,12 +225,12 @@ def test_an_unfinished_evaluation_is_said_to_be_one(tmp_path):
 
 def test_who_fools_what_is_that_of_the_outcomes(reported, evaluated):
   _, markdown, _ = reported
-  numbers, shares = tables_of(section(markdown, 'Who fools what'))
+  numbers, shares = tables_of(section(markdown, 'Images fooled by each threat'))
   fooled = [set(np.flatnonzero(fell >= 0)) for fell in evaluated[0].fell]
   for i, name in enumerate(SIX):
     others = set().union(*fooled[:i], *fooled[i + 1 :])
     assert numbers[name]['images fooled'] == str(len(fooled[i]))
-    assert numbers[name]['by it alone'] == str(len(fooled[i] - others))
+    assert numbers[name]['only by it'] == str(len(fooled[i] - others))
     assert numbers[name]['apgd-ce'] == str(len(fooled[i]))
     assert numbers[name]['square'] == '0'
     for j, other in enumerate(SIX):
@@ -361,7 +366,7 @@ def test_the_training_is_that_of_the_metrics(reported_run):
   spent = (1 + 1 + 2) * 40 * 6 * (4 + 1) * 6 + 20 * 18 * 3 * 6
   assert cells['evaluation, gradients'] == f'{spent:,}'
   page = (workdir / 'report.html').read_text()
-  assert 'Which threat was trained when' in page
+  assert 'Mini batches of each threat' in page
 
 
 def change_rows(workdir, **fields):
@@ -420,14 +425,14 @@ def test_a_training_attack_that_is_fooled_is_said_to_be(
     possible_loss=same | {'dct_l2': possible},
   )
   text = said_about_training(workdir)
-  assert ('was being fooled under dct_l2: APGD' in text) == is_fooled
-  assert ('was not being fooled' in text) == (not is_fooled)
+  assert ('fooled the training attack under dct_l2: APGD' in text) == is_fooled
+  assert ('did not fool the training attack' in text) == (not is_fooled)
 
 
 def test_a_training_attack_that_was_not_checked(tmp_path):
   workdir = make_run(tmp_path / 'run', **{'train.check_examples': 0})
   text = said_about_training(workdir)
-  assert 'being fooled was not checked' in text
+  assert 'the training attack was not checked' in text
   assert 'APGD' not in text
 
 
@@ -473,7 +478,7 @@ def test_training_without_attacks(tmp_path):
   text = (run / 'report.md').read_text()
   assert text.startswith('# mnist, Natural\n')
   assert 'beside the paper' not in text  # It has no such column.
-  assert 'trained when' not in (run / 'report.html').read_text()
+  assert 'Mini batches of' not in (run / 'report.html').read_text()
 
 
 def test_a_run_without_metrics(tmp_path):

@@ -809,7 +809,7 @@ def test_a_dry_run_lists_and_writes_nothing(little, tmp_path):
     more = 30 * steps if 'greedy' in name else 0
     assert cells['training'] == f'{training + more:,}'
     assert cells['evaluation'] == f'{cost:,.0f}'
-  assert re.search(r'\d:\d\d left in all\.', result.stdout)
+  assert re.search(r'\d:\d\d left in total\.', result.stdout)
 
 
 def test_only_what_is_missing_is_trained(made, tiny_run):

@@ -384,7 +384,7 @@ class _Log(contextlib.AbstractContextManager):
     ]
     if fooled:
       self.progress.say(
-        f'the training attack is being fooled under {", ".join(fooled)}'
+        f'the network fools the training attack under {", ".join(fooled)}'
       )
 
   def _by_name(self, values) -> dict[str, Any]:
