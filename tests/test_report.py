@@ -1,4 +1,4 @@
-"""Every figure of a report is computed here once more, from the outcomes."""
+"""Computes every figure of a report again from the outcomes."""
 
 import itertools
 import json
@@ -51,7 +51,7 @@ def headings_of(markdown):
 
 
 def percent(outcomes, row):
-  """With nothing but NumPy."""
+  """Returns the expected accuracies, with NumPy only."""
   natural = outcomes.logits.argmax(axis=1) == outcomes.labels
   stands = {
     threat['name']: natural & (fell == -1)
@@ -68,7 +68,7 @@ def percent(outcomes, row):
 
 
 def assert_short(told):
-  """A summary of at most six lines within 80 columns, then two paths."""
+  """Checks for a summary of at most six lines of 80 columns, and two paths."""
   summary, *paths = told
   assert 1 <= len(summary.splitlines()) <= 6
   assert max(map(len, summary.splitlines())) <= 80
@@ -80,7 +80,7 @@ def assert_short(told):
 
 @pytest.fixture(scope='module')
 def evaluated():
-  """Two protocols of one network, and its curve."""
+  """Returns two protocols of one network, and its curve."""
   common = {'network': 'my <net>'}
   return (
     make_outcomes(protocol='standard', share=0.6, **common),
@@ -93,7 +93,7 @@ def evaluated():
 
 @pytest.fixture(scope='module')
 def reported(evaluated, tmp_path_factory):
-  """The folder of a report, its Markdown, and what was said."""
+  """Returns the folder of a report, its Markdown, and the printed text."""
   folder = tmp_path_factory.mktemp('report') / 'my network'
   told = []
   standard, paper, curve = evaluated
@@ -310,7 +310,7 @@ def test_what_is_not_of_one_network_is_refused(tmp_path):
 
 @pytest.fixture(scope='module')
 def reported_run(tmp_path_factory):
-  """A run with its report, and what was said."""
+  """Returns a run with its report, and the printed text."""
   workdir = make_run(tmp_path_factory.mktemp('run') / 'moved from elsewhere')
   told = []
   reporting.write_run(reporting.load(workdir), workdir, told.append)
@@ -384,7 +384,7 @@ def said_about_training(workdir):
 
 
 def test_both_sides_of_the_game_are_shown(reported_run):
-  """Each is a line on the page; the last of them are said."""
+  """Checks the lines of the chart, and the last values in the text."""
   workdir, markdown, _ = reported_run
   page = (workdir / 'report.html').read_text()
   _, _, sides = page.partition('<h3>Both sides of the game</h3>')
@@ -409,7 +409,7 @@ def test_both_sides_of_the_game_are_shown(reported_run):
   [
     (1.0, 1.51, True),
     (1.0, 1.49, False),
-    (0.01, 0.1, False),  # Both next to nothing.
+    (0.01, 0.1, False),  # Both are almost zero.
     (0.01, 0.12, True),
     (2.0, 1.0, False),
   ],
@@ -484,7 +484,7 @@ def test_training_without_attacks(tmp_path):
 def test_a_run_without_metrics(tmp_path):
   run = make_run(tmp_path / 'run')
   path = run / 'metrics.jsonl'
-  path.write_bytes(path.read_bytes() + b'{"kind": "tr')  # Being written now.
+  path.write_bytes(path.read_bytes() + b'{"kind": "tr')  # Still being written.
   assert len(reporting.load(run).outer) == 3
   path.unlink()
   reporting.write_run(reporting.load(run), run, ignore)
@@ -492,7 +492,7 @@ def test_a_run_without_metrics(tmp_path):
 
 
 def test_other_evaluations_have_tables_of_their_own(tmp_path):
-  """Under other radii, on fewer images, and a second one that is the same."""
+  """Shows evaluations with other radii, fewer images, and a second seed."""
   wider = attacks.six_threats(0.5, 2.0, 9.0)
   found = [
     *run_evaluations(),
@@ -557,7 +557,7 @@ def test_a_file_that_cannot_be_read_is_named(content, tmp_path):
   run = make_run(tmp_path / 'run')
   path = run / 'eval' / '3' / 'outcomes.npz'
   if content is None:
-    make_outcomes().save(path)  # Of some network, but of none of a run.
+    make_outcomes().save(path)  # Of a network that is not of a run.
   else:
     path.write_bytes(content)
   with pytest.raises(UserError, match=re.escape(str(path))):
@@ -569,7 +569,7 @@ def test_a_file_that_cannot_be_read_is_named(content, tmp_path):
 
 @pytest.fixture(scope='module')
 def merged(tmp_path_factory):
-  """Runs of three methods, with three seeds, two and one."""
+  """Returns runs of three methods, with three seeds, two and one."""
   folder = tmp_path_factory.mktemp('merged')
   found = {}
   for method, seeds in (
@@ -771,7 +771,7 @@ def test_evaluations_from_the_command_line(evaluated, tmp_path):
   result = run_report(folders[2])
   assert result.returncode == 1
   assert str(folders[2]) in result.stderr
-  # `mwrobust.evaluate` keeps the curve inside.
+  # `mwrobust.evaluate` keeps the curve in a subfolder.
   folders[2].rename(folders[0] / 'curve')
   result = run_report(folders[0])
   assert result.returncode == 0, result.stderr

@@ -1,4 +1,4 @@
-"""The search: the same effort for every method, on validation images only."""
+"""Tests the search: equal effort per method, on validation images only."""
 
 import json
 import os
@@ -55,7 +55,7 @@ def test_candidates_are_judged_on_validation_images(tmp_path):
 
 
 def made_candidate(candidate, share):
-  """Writes the run of a candidate, which was never trained."""
+  """Writes the run of a candidate without training it."""
   config = candidate.run.config
   about = about_network() | {'split': config.eval.split}
   outcomes = make_outcomes(
@@ -117,7 +117,7 @@ def test_radii_are_those_of_one_threat_alone(tmp_path):
 
 
 def test_a_search_from_the_shell(tmp_path):
-  """One threat, one radius; and the same command again trains nothing."""
+  """Searches one radius of one threat; the second call trains nothing."""
   path = tmp_path / 'little.py'
   path.write_text(
     f"""
