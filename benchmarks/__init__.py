@@ -1,1 +1,1 @@
-"""Speed, measured as ratios within one run: `python -m benchmarks.<name>`."""
+"""Measures speed as ratios within one run: `python -m benchmarks.<name>`."""

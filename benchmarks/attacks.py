@@ -1,15 +1,15 @@
-"""The attacks against the bare gradient, and against the peers.
+"""Compares the speed of the attacks with bare gradients and with the peers.
 
   python -m benchmarks.attacks [--peers] [--networks=cnn,resnet_v1_50]
 
-Prints, for the MNIST CNN at batch 100 and the 6n+2 ResNet-50 at batch 32, two
-tables measured in one run: the six attacks of the paper's training, each alone
-and in a switch at its index; and APGD, FAB and Square for the same threats. The
-ratio is the time of an attack over that of the forward passes and input
-gradients that it takes, each of them jitted at the top level of a program: it
-is 1 if all else is free. Then the time to compile. With --peers also Foolbox on
-JAX and, where torch is installed, Foolbox on torch and torchattacks, on the
-same network with the same steps.
+Prints two tables, measured in one run, for the MNIST CNN at batch 100 and the
+6n+2 ResNet-50 at batch 32: the paper's six training attacks, each alone and in
+a switch; and APGD, FAB and Square for the same threats. The ratio is the time
+of an attack over that of its forward passes and input gradients, each jitted at
+the top level of a program: it is 1 if everything else is free. Then it prints
+the time to compile. With --peers it also times Foolbox on JAX and, if torch is
+installed, Foolbox on torch and torchattacks, on the same network with the same
+steps.
 """
 
 import dataclasses
@@ -30,7 +30,7 @@ from mwrobust.reporting.document import markdown_table
 
 _PEERS = flags.DEFINE_bool('peers', False, 'Also time the peers.')
 _NETWORKS = flags.DEFINE_list(
-  'networks', ['cnn', 'resnet_v1_50'], 'Which networks to time.'
+  'networks', ['cnn', 'resnet_v1_50'], 'The networks to time.'
 )
 _REPEATS = flags.DEFINE_integer('repeats', 10, 'Repeats; the best counts.')
 
@@ -39,7 +39,7 @@ STRONGER = {
   'fab': attacks.fab(20, targets=1),
   'square': attacks.square(100),
 }
-TINY = 1e-3  # Of eps: it fools nothing, so that no attack stops early.
+TINY = 1e-3  # This share of eps fools nothing, so no attack stops early.
 
 Pair = tuple[attacks.Threat, attacks.Attack]
 Functions = dict[str, Callable[[], object]]
@@ -58,7 +58,7 @@ def time_network(network: str, repeats: int):
 
 
 def units(loaded: Loaded) -> Functions:
-  """What attacks are made of: a forward pass, and an input gradient."""
+  """Returns the parts of attacks: a forward pass and an input gradient."""
 
   def loss(images, variables):
     logits = loaded.logits_fn(variables, images)
@@ -72,7 +72,7 @@ def units(loaded: Loaded) -> Functions:
 
 
 def limit(attack: attacks.Attack, best: dict[str, float]) -> float:
-  """How long the forward passes and gradients of an attack take."""
+  """Returns the time of an attack's forward passes and gradients."""
   forward, gradient = best['forward pass'], best['input gradient']
   if isinstance(attack, attacks.Square):
     return attack.queries * forward
@@ -82,7 +82,7 @@ def limit(attack: attacks.Attack, best: dict[str, float]) -> float:
 
 
 def alone(loaded: Loaded) -> Functions:
-  """The attacks of training, one by one."""
+  """Returns the training attacks, one by one."""
   return {
     threat.name: make_run(loaded, threat, attack)
     for threat, attack in loaded.pairs
@@ -90,7 +90,7 @@ def alone(loaded: Loaded) -> Functions:
 
 
 def stronger(loaded: Loaded) -> Functions:
-  """The other attacks, in balls so small that they run to their end."""
+  """Returns the other attacks, in balls so small that none stops early."""
   return {
     f'{name} {threat.name}': make_run(
       loaded, dataclasses.replace(threat, eps=TINY * threat.eps), attack
@@ -101,7 +101,7 @@ def stronger(loaded: Loaded) -> Functions:
 
 
 def make_run(loaded: Loaded, threat: attacks.Threat, attack: attacks.Attack):
-  """An attack on the batch, jitted."""
+  """Returns a jitted attack on the batch."""
   logits_fn, variables, images, labels, _ = loaded
 
   @jax.jit
@@ -115,7 +115,7 @@ def make_run(loaded: Loaded, threat: attacks.Threat, attack: attacks.Attack):
 
 
 def switched(loaded: Loaded) -> Functions:
-  """The attacks of training, as one function that is told which."""
+  """Returns the training attacks, as one function with an index."""
   logits_fn, variables, images, labels, pairs = loaded
 
   @jax.jit
@@ -134,7 +134,7 @@ def switched(loaded: Loaded) -> Functions:
 
 
 def print_training(loaded: Loaded, best: dict[str, float]):
-  """Prints the table of the attacks of training."""
+  """Prints the table of the training attacks."""
   rows = []
   for threat, attack in loaded.pairs:
     row = [threat.name, str(attack.steps)]
@@ -166,7 +166,7 @@ def print_stronger(loaded: Loaded, best: dict[str, float]):
 
 
 def time_compile(network: str, repeats: int):
-  """Prints what a first call costs: one attack, and switches over k threats."""
+  """Prints the time of a first call: one attack, and switches over k."""
   loaded = load(network)
   pairs = loaded.pairs
   many = [
@@ -192,7 +192,7 @@ def time_compile(network: str, repeats: int):
 
 
 def compile_switch(loaded: Loaded, pairs: Sequence[Pair]) -> float:
-  """Seconds to trace and compile a switch, without caches."""
+  """Returns the seconds to trace and compile a switch without caches."""
   logits_fn, variables, images, labels, _ = loaded
   bound = functools.partial(logits_fn, variables)
   jax.clear_caches()
@@ -206,7 +206,7 @@ def compile_switch(loaded: Loaded, pairs: Sequence[Pair]) -> float:
 
 
 def _shifted(shift: int) -> attacks.Space:
-  """A space of its own for each shift: 24 geometries that share no code."""
+  """Returns a different space for each shift, so that no code is shared."""
   dct = spaces.get('dct')
   return attacks.Space(
     f'shift{shift}',

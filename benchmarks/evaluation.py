@@ -1,19 +1,19 @@
-"""What an evaluation costs: against attacking everything, and its gradients.
+"""Measures the cost of an evaluation.
 
   python -m benchmarks.evaluation
 
 Trains the MNIST CNN as the quickstart does, on its digits, without attacks
 (`natural`) and with multiplicative weights over six threats (`robust`), and
-evaluates both on 200 test images under these threats with each protocol.
+evaluates both on its test images under these threats with each protocol.
 
-  evaluations   what was done over what attacking every image with every try of
-                every attack under every threat would take, a gradient counted
+  evaluations   the evaluations made, relative to attacking every image with
+                every try of every attack under every threat; a gradient counts
                 as three forward passes
-  bound         the least that this can be: what stands at the end has to meet
-                every try
-  time          of the evaluation, once everything is compiled
-  wall          this time over that of the same gradients and forward passes
-                alone
+  bound         the lowest possible value of this: the images that survive to
+                the end have to meet every try
+  time          the time of the evaluation without compilation
+  wall          this time relative to that of the same gradients and forward
+                passes alone
   first         the time with compilation
 """
 
@@ -23,7 +23,7 @@ import platform
 import tempfile
 import time
 
-if 'XLA_FLAGS' not in os.environ:  # Before jax looks at it.
+if 'XLA_FLAGS' not in os.environ:  # Before jax reads it.
   cores = len(os.sched_getaffinity(0))
   os.environ['XLA_FLAGS'] = f'--xla_force_host_platform_device_count={cores}'
 
@@ -49,9 +49,9 @@ PASSES = 10  # Gradients or forward passes in one timed call.
 METHODS = {'natural': 'natural', 'robust': 'multiplicative_weights'}
 
 _PROTOCOLS = flags.DEFINE_list(
-  'protocols', ['paper', 'paper-20', 'fast', 'standard'], 'Which protocols.'
+  'protocols', ['paper', 'paper-20', 'fast', 'standard'], 'The protocols.'
 )
-_NETWORKS = flags.DEFINE_list('networks', list(METHODS), 'Which networks.')
+_NETWORKS = flags.DEFINE_list('networks', list(METHODS), 'The networks.')
 
 
 def train(network: str):
@@ -74,7 +74,7 @@ def train(network: str):
 def seconds_alone(logits_fn, params, images, labels) -> tuple[float, float]:
   """Returns the seconds of one image's gradient and of its forward pass.
 
-  In batches and on devices as in an evaluation.
+  Batches and devices are those of an evaluation.
   """
   size, _ = programs.batch_shape(BATCH_SIZE, len(labels))
   size = size * jax.device_count()
@@ -87,7 +87,7 @@ def seconds_alone(logits_fn, params, images, labels) -> tuple[float, float]:
       logits = logits_fn(params, images)
       return losses.cross_entropy(logits, labels).sum()
 
-    for _ in range(PASSES):  # Each needs the one before it.
+    for _ in range(PASSES):  # Each depends on the one before it.
       images = images + 1e-6 * jax.grad(loss)(images)
     return images
 
@@ -111,14 +111,14 @@ def seconds_alone(logits_fn, params, images, labels) -> tuple[float, float]:
 
 
 def bound(outcomes: evaluation.Outcomes) -> float:
-  """Returns the least share of all evaluations that has to be done."""
+  """Returns the lowest possible share of all evaluations."""
   costs = np.array(
     [
       sum(np.array([3, 1]) @ a['evaluations'] for a in t['attacks'].values())
       for t in outcomes.settings['threats']
     ]
   )
-  attacked = outcomes.spent.sum(axis=(1, 2)) > 0  # Equal sets only once.
+  attacked = outcomes.spent.sum(axis=(1, 2)) > 0  # Equal sets count once.
   needed = outcomes.correct.mean(axis=1) * attacked * costs
   return needed.sum() / costs.sum()
 
@@ -134,8 +134,8 @@ def main(argv):
     threats = config_lib.make_threats(job.config)
     gradient, forward = seconds_alone(logits_fn, params, images, labels)
     print(
-      f'{network}: a gradient takes {1e6 * gradient:.0f} us an image on all '
-      f'devices, a forward pass {1e6 * forward:.0f}',
+      f'{network}: per image on all devices, a gradient takes '
+      f'{1e6 * gradient:.0f} us, a forward pass {1e6 * forward:.0f} us',
       flush=True,
     )
     for protocol in _PROTOCOLS.value:
@@ -143,7 +143,7 @@ def main(argv):
       with tempfile.TemporaryDirectory() as cache:
         jax.config.update('jax_compilation_cache_dir', cache)
         jax.config.update('jax_persistent_cache_min_compile_time_secs', 0)
-        for _ in range(2):  # The second finds what the first compiled.
+        for _ in range(2):  # The second uses the cache of the first.
           start = time.perf_counter()
           outcomes = evaluation.evaluate(
             logits_fn,

@@ -17,7 +17,7 @@ SETTINGS = {
   'resnet_v1_50': ((32, 32, 3), 32, (0.06, 0.1, 7.84)),
   'resnet50': ((32, 32, 3), 32, (0.06, 0.1, 7.84)),
 }
-# The paper's, in training.
+# The paper's training attacks.
 ATTACKS = {
   'linf': attacks.pgd(10),
   'l2': attacks.pgd(10),
@@ -26,14 +26,14 @@ ATTACKS = {
 
 
 class Loaded(NamedTuple):
-  """What there is to time.
+  """A network and a batch to time.
 
   Attributes:
     logits_fn: `logits_fn(variables, images)`.
     variables: its random weights.
     images: a random batch.
-    labels: what the network says of it, so that nothing is fooled yet.
-    pairs: the paper's six threats, each with its attack in training.
+    labels: the network's predictions, so that no example is misclassified.
+    pairs: the paper's six threats, each with its training attack.
   """
 
   logits_fn: Callable[[Any, jax.Array], jax.Array]
@@ -44,7 +44,7 @@ class Loaded(NamedTuple):
 
 
 def load(network: str) -> Loaded:
-  """Returns a network with random weights, and a random batch for it."""
+  """Returns a network with random weights and a random batch."""
   shape, batch_size, eps = SETTINGS[network]
   channels = shape[-1]
   model = models.create(
@@ -65,7 +65,7 @@ def load(network: str) -> Loaded:
 def load_trained(path: str | os.PathLike):
   """Returns `logits_fn(variables, images)` and the variables of an .npz file.
 
-  The file has the parameters of a `cnn` by their paths, and its mean and std.
+  The file has the parameters of a `cnn` by path, and its mean and std.
   """
   with np.load(path, allow_pickle=False) as arrays:
     arrays = dict(arrays)

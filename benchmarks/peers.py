@@ -1,4 +1,4 @@
-"""Other attack libraries, side by side with ours on the same network."""
+"""Times other attack libraries and ours on the same network."""
 
 import functools
 
@@ -35,7 +35,7 @@ def time_peers(network: str, repeats: int):
       for pair in pairs
     },
     'Foolbox, JAX': foolbox_attacks(
-      # Jitted: Foolbox would otherwise dispatch the network op by op.
+      # Without jit, Foolbox would dispatch the network op by op.
       foolbox.JAXModel(
         jax.jit(functools.partial(logits_fn, variables)), bounds=(0, 1)
       ),
@@ -46,7 +46,7 @@ def time_peers(network: str, repeats: int):
   try:
     import torch
   except ImportError:
-    print('torch is not installed: its libraries are left out')
+    print('torch is not installed: skipping its libraries')
     torch_networks = {}
   if network in torch_networks:
     model = torch_networks[network](variables)
@@ -76,12 +76,12 @@ def time_peers(network: str, repeats: int):
     rows.append(row)
   header = [f'{network}, batch {len(images)}']
   for threat, _ in pairs:
-    header += [f'{threat.norm}, ms a step', 'over ours']
+    header += [f'{threat.norm}, ms per step', 'over ours']
   print(f'\n{markdown_table(header, rows)}')
 
 
 def foolbox_attacks(model, pairs, inputs, targets):
-  """Foolbox's attacks, without its checks before and after."""
+  """Returns Foolbox's attacks without its checks before and after."""
   criterion = foolbox.criteria.Misclassification(targets)
 
   def make(threat, steps):
@@ -99,11 +99,11 @@ def foolbox_attacks(model, pairs, inputs, targets):
 
 
 def torchattacks(model, pairs, inputs, targets):
-  """The attacks of torchattacks, which has no l1."""
+  """Returns the attacks of torchattacks, which has no l1."""
   try:
     import torchattacks
   except ImportError:
-    print('torchattacks is not installed: left out')
+    print('torchattacks is not installed: skipping it')
     return {}
   kinds = {'linf': torchattacks.PGD, 'l2': torchattacks.PGDL2}
 
@@ -125,7 +125,7 @@ def torchattacks(model, pairs, inputs, targets):
 
 
 def torch_cnn(variables):
-  """`models.create('cnn')` in torch, with the same weights."""
+  """Returns `models.create('cnn')` in torch with the same weights."""
   import torch
 
   params = jax.tree.map(np.asarray, variables['params'])
@@ -136,7 +136,7 @@ def torch_cnn(variables):
     return layer
 
   class ToNHWC(torch.nn.Module):
-    """Flax flattens NHWC."""
+    """Transposes to NHWC, which Flax flattens."""
 
     def forward(self, x):
       return x.permute(0, 2, 3, 1)
@@ -161,7 +161,7 @@ def torch_cnn(variables):
 
 
 def torch_resnet(variables):
-  """`models.create('resnet_v1_50')` in torch, with weights of its own."""
+  """Returns `models.create('resnet_v1_50')` in torch with other weights."""
   del variables
   import torch
   from torch import nn

@@ -1,10 +1,10 @@
-"""What more devices and more threats cost.
+"""Measures the cost of more devices and more threats.
 
   python -m benchmarks.scaling [--repeats=5]
 
 Measures a train step of the MNIST CNN with the same batch on 1 and 2 fake CPU
-devices, and step, compile and validation time against 1 to 24 threats. Projects
-from public figures, without measuring it, how well the paper's ResNet-50 would
+devices, and step, compile and validation time for 1 to 24 threats. Projects
+from public figures, without a measurement, how well the paper's ResNet-50 would
 use many accelerators.
 """
 
@@ -37,19 +37,19 @@ _DEVICES = flags.DEFINE_integer(
 )
 
 BATCH_SIZES = 100, 400
-STEPS = 4  # To one answer of a child, so that the pipe's time does not count.
+STEPS = 4  # Per answer of a child, so that the pipe's time is negligible.
 KS = 1, 2, 6, 12, 24
 
-UTILISATION = 0.4  # Of the peak FLOP/s; assumed.
-LATENCY = 20  # Of an all-reduce, in us; assumed.
-# Peak bfloat16 FLOP/s of a device, and the bytes/s, one way, at which it takes
-# part in an all-reduce of n devices.
+UTILISATION = 0.4  # The share of the peak FLOP/s; assumed.
+LATENCY = 20  # The latency of an all-reduce in us; assumed.
+# Peak bfloat16 FLOP/s of a device, and its bytes/s, one way, in an all-reduce
+# of n devices.
 HOSTS = {
   # 4 links of 400 Gbit/s. Only the whole pod, 16 x 16, has links around its
   # edges; in smaller slices a corner has 2.
   'TPU v5e': (197e12, {8: 100e9, 64: 100e9, 256: 200e9}),
-  # NVLink in a host of 8: 900 GB/s both ways together. Between hosts 400 Gbit/s
-  # InfiniBand, for each GPU: 8 rings at once; or one for all.
+  # NVLink in a host of 8: 900 GB/s for both directions together. Between hosts
+  # 400 Gbit/s InfiniBand, either per GPU, with 8 rings at once, or per host.
   'H100, 8 NICs a host': (989e12, {8: 450e9, 64: 400e9, 256: 400e9}),
   'H100, 1 NIC a host': (989e12, {8: 450e9, 64: 50e9, 256: 50e9}),
 }
@@ -77,10 +77,10 @@ def time_devices(repeats: int):
   print(f"""
 ## A train step on 1 and 2 devices, measured
 
-The devices are fake: 2 share the {os.cpu_count()} cores that 1 has to itself.
-With a ratio of 1 the split costs nothing.
+The devices are fake: 2 share the {os.cpu_count()} cores that 1 has alone. With
+a ratio of 1 the split costs nothing.
 """)
-  header = ['batch in all', '1 device, ms', '2 devices, ms', 'ratio']
+  header = ['total batch', '1 device, ms', '2 devices, ms', 'ratio']
   print(markdown_table(header, rows))
 
 
@@ -94,7 +94,7 @@ def start_child(devices: int) -> subprocess.Popen:
 
 
 def answer_requests():
-  """In the child: a few steps for each line of JSON, then one in return."""
+  """Runs in the child: takes a few steps and answers each line of JSON."""
   job = make_job('single pixel_linf')
   state = job.init()
   for line in sys.stdin:
@@ -106,7 +106,7 @@ def answer_requests():
 
 
 def cost_of_step(network: str) -> tuple[int, float, int]:
-  """Parameters, FLOPs of a gradient for one image, all-reduces of a step."""
+  """Returns parameters, FLOPs of an image's gradient, all-reduces of a step."""
   logits_fn, variables, images, labels, _ = networks.load(network)
 
   def loss(images, variables):
@@ -115,13 +115,13 @@ def cost_of_step(network: str) -> tuple[int, float, int]:
   gradient = jax.jit(jax.grad(loss)).lower(images, variables).compile()
   flops = gradient.cost_analysis()['flops'] / len(images)
   parameters = sum(leaf.size for leaf in jax.tree.leaves(variables['params']))
-  # Of each BatchNorm, one forward (mean and variance together) and one back.
+  # For each BatchNorm, one forward (mean and variance together) and one back.
   statistics = len(jax.tree.leaves(variables.get('batch_stats', {})))
   return parameters, flops, 1 + statistics
 
 
 def project():
-  """Prints bytes against FLOPs, and what follows for many accelerators."""
+  """Prints FLOPs per byte, and the projection for many accelerators."""
   rows = []
   for network, data in (('cnn', 'mnist'), ('resnet50', 'cifar10')):
     config = config_lib.preset('paper', data)
@@ -143,7 +143,7 @@ def project():
 MB: 4 bytes x parameters. FLOPs of a step: XLA's count for one input gradient
 x ({attack_steps} attack steps + 1).
 """)
-  header = ['network', 'batch', 'parameters', 'MB', 'GFLOP', 'FLOPs a byte']
+  header = ['network', 'batch', 'parameters', 'MB', 'GFLOP', 'FLOPs per byte']
   print(markdown_table(header, rows))
 
   def efficiency(images: float, peak: float, n: int, link: float) -> str:
@@ -170,16 +170,17 @@ efficiency = compute / (compute + all-reduce)
 compute    = FLOPs of a device / (peak FLOP/s x {UTILISATION}, assumed)
 all-reduce = 2 (n - 1) / n x bytes / link speed, none of it hidden
 
-In brackets, with a latency of {LATENCY} us (assumed) for each of {all_reduces}
-all-reduces: the gradient's and BatchNorm's. Weak: the paper's batch of
-{paper.batch_size} on each device. Strong: the same in all, too few for 256.
+In brackets: with a latency of {LATENCY} us (assumed) for each of
+{all_reduces} all-reduces: the gradient's and BatchNorm's. Weak: the paper's
+batch of {paper.batch_size} on each device. Strong: the same batch in total, too
+small for 256.
 """)
   header = ['efficiency', 'TFLOP/s', 'link, GB/s', 'n = 8', 'n = 64', 'n = 256']
   print(markdown_table(header, rows))
 
 
 def many_pairs() -> list[tuple[attacks.Threat, attacks.Attack]]:
-  """Eight spaces with three norms each, all with the same attack."""
+  """Returns eight spaces with three norms each, all with the same attack."""
   radii = config_lib.EPS['paper', 'mnist']['pixel']
   return [
     (attacks.Threat(space=space, norm=norm, eps=eps), attacks.pgd(10))
@@ -189,7 +190,7 @@ def many_pairs() -> list[tuple[attacks.Threat, attacks.Attack]]:
 
 
 def rotation(seed: int) -> attacks.Space:
-  """The space of `basis @ image @ basis^T` with a random orthonormal basis."""
+  """Returns the space `basis @ image @ basis^T` of a random rotation."""
   noise = np.random.default_rng(seed).normal(size=(28, 28))
   basis = np.linalg.qr(noise).Q.astype(np.float32)
   turn = functools.partial(jnp.einsum, 'uh,vw,hwc->uvc')
@@ -258,14 +259,14 @@ def time_threats(repeats: int):
 
 All threats have 10 steps. Pixel linf is the first of every k; the mean is over
 all k, of which those after the third change the basis. Compile time is that of
-the train step, with tracing, without caches. Validated are 100 images.
+the train step with tracing and without caches. A validation has 100 images.
 """)
   header = ['k', 'spaces', 'step, pixel linf', 'step, mean', 'compile']
-  print(markdown_table([*header, 'validation, a threat'], rows))
+  print(markdown_table([*header, 'validation per threat'], rows))
 
 
 def main(argv):
-  """Prints all tables, or answers the process that does."""
+  """Prints all tables, or answers the parent process."""
   del argv
   logging.set_verbosity(logging.WARNING)
   jax.config.update('jax_enable_compilation_cache', False)

@@ -1,18 +1,18 @@
-"""How strong the attacks are: ours beside the peers', attack by attack.
+"""Compares the strength of our attacks with that of the peers.
 
   python -m benchmarks.strength_networks --data=DIR --output=NETWORKS
   python benchmarks/strength_peers.py ... --output=PEERS/linf.json
   python -m benchmarks.strength --data=DIR --networks=NETWORKS --peers=PEERS
 
-Attacks every network NETWORKS/NAME.npz that is in `RADII` with AutoAttack's
-order, each attack on what the ones before left, and prints the accuracy after
-each, with the peers' from PEERS/NAME.json beside it where that exists, and how
-many times faster ours is. The first test images of MNIST. All CPU cores are
-used, each for a part of a batch; give the peers as many with `--threads`.
+Attacks every network NETWORKS/NAME.npz of `RADII` with AutoAttack's attacks in
+order, each on the images that survived the ones before, on the first test
+images of MNIST. Prints the accuracy after each and, if PEERS/NAME.json exists,
+the peers' accuracy and how many times faster ours is. It uses all CPU cores,
+each for a part of a batch; give the peers as many with `--threads`.
 
-Each order runs twice. The first run compiles; the seconds are those of the
-second, which finds the programs in a cache. `--autoattack_starts` gives
-APGD-CE as many starts as AutoAttack has, for a comparison at equal work.
+Every attack runs twice: first to compile, then, with the programs in a cache,
+to measure the seconds. `--autoattack_starts` gives APGD-CE as many starts as
+AutoAttack has, for a comparison at equal work.
 """
 
 import json
@@ -22,7 +22,7 @@ import platform
 import tempfile
 import time
 
-if 'XLA_FLAGS' not in os.environ:  # Before jax looks at it.
+if 'XLA_FLAGS' not in os.environ:  # Before jax reads it.
   cores = len(os.sched_getaffinity(0))
   os.environ['XLA_FLAGS'] = f'--xla_force_host_platform_device_count={cores}'
 
@@ -36,7 +36,8 @@ from mwrobust import data as data_lib
 from mwrobust.evaluation.protocols import PROTOCOLS
 from mwrobust.reporting.document import markdown_table
 
-# linf, l2 and l1. Of first_edition also dct linf, in which it has nothing.
+# Radii of linf, l2 and l1. Attack first_edition also with --spaces=dct
+# --norms=linf, where it is not robust at all.
 RADII = {
   'natural': (0.05, 1.0, 5.0),
   'linf': (0.3, 2.0, 10.0),
@@ -53,9 +54,9 @@ _NETWORKS = flags.DEFINE_string(
 )
 _PEERS = flags.DEFINE_string('peers', None, "The folder of the peers' figures.")
 _ONLY = flags.DEFINE_list('only', list(RADII), 'Which networks to attack.')
-_SPACES = flags.DEFINE_list('spaces', ['pixel'], 'In which spaces.')
-_NORMS = flags.DEFINE_list('norms', ['linf', 'l2', 'l1'], 'Under which norms.')
-_EXAMPLES = flags.DEFINE_integer('examples', 200, 'How many test images.')
+_SPACES = flags.DEFINE_list('spaces', ['pixel'], 'The spaces to attack in.')
+_NORMS = flags.DEFINE_list('norms', ['linf', 'l2', 'l1'], 'The norms.')
+_EXAMPLES = flags.DEFINE_integer('examples', 200, 'The number of test images.')
 _BATCH_SIZE = flags.DEFINE_integer('batch_size', 100, 'Images per batch.')
 _AUTOATTACK_STARTS = flags.DEFINE_bool(
   'autoattack_starts', False, 'One start of APGD-CE, and five under l1.'
@@ -64,7 +65,7 @@ _OUTPUT = flags.DEFINE_string('output', None, 'A JSON file for the figures.')
 
 
 def protocol(norm: str):
-  """Returns the order of attacks under a norm."""
+  """Returns the attacks for a norm, in order."""
   if not _AUTOATTACK_STARTS.value:
     return 'standard'
   stages = PROTOCOLS['standard'](norm, 9)
@@ -104,7 +105,7 @@ def attack_network(logits_fn, variables, data, threat, batch_size):
 
 
 def cells(ours: list[dict], theirs: list[dict]) -> list[list[str]]:
-  """Returns the cells of ours, of the peers and of how many times faster."""
+  """Returns the cells of ours, of the peers and of the speedup."""
 
   def times(found):
     each = [attack['seconds'] for attack in found]
@@ -133,7 +134,7 @@ def cells(ours: list[dict], theirs: list[dict]) -> list[list[str]]:
 
 
 def peers_rows(name: str, threat: attacks.Threat) -> list[dict]:
-  """Returns the peers' figures for the same threat, or nothing."""
+  """Returns the peers' figures for the same threat, or []."""
   path = pathlib.Path(_PEERS.value or '', f'{name}.json')
   if not _PEERS.value or threat.space != 'pixel' or not path.exists():
     return []
@@ -154,7 +155,7 @@ def main(argv):
     f'{jax.device_count()} {jax.default_backend()} devices; the first {count} '
     'test images of MNIST\n'
   )
-  # Compiled programs are kept from an order's first run to its second.
+  # Keeps compiled programs from the first run to the second.
   jax.config.update('jax_compilation_cache_dir', tempfile.mkdtemp())
   jax.config.update('jax_persistent_cache_min_compile_time_secs', 0)
   rows, figures = [], {}

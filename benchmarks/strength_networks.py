@@ -7,13 +7,13 @@ python benchmarks/strength_peers.py --network=networks/linf.npz ...
 
 | network | trained on | epochs |
 |---|---|---|
-| natural | images as they are | 8 |
+| natural | natural images | 8 |
 | linf | 10-step PGD, linf 0.3 | 8 |
 | l2 | 10-step PGD, l2 1.5 | 8 |
 | masked | 10-step PGD, one of linf 0.3, l2 2 and l1 10 per batch, by multiplicative weights | 12 |
 
-Networks trained like `masked` mislead gradient attacks in l2 and l1, so attacks
-that agree on the other networks may differ there. Every file holds
+Networks trained like `masked` misdirect gradient attacks in l2 and l1, so
+attacks that agree on the other networks may differ there. Every file holds
 `params/Conv_0/kernel` and so on, `mean` and `std`.
 """  # noqa: E501 (a table)
 
@@ -35,13 +35,13 @@ from mwrobust.attacks import losses
 
 MEAN, STD = 0.1307, 0.3081
 BATCH_SIZE = 100
-RAMP = 0.3  # The part of the training in which the radii grow to their size.
+RAMP = 0.3  # The share of training in which the radii grow to their size.
 HELD_OUT = 1000  # Training images that only update the weights of the threats.
 ETA = 0.25  # The rate of the multiplicative weights, per epoch.
 
 
 class Recipe(NamedTuple):
-  """How a network is trained: on which threats, and for how long."""
+  """The threats to train a network on, and the number of epochs."""
 
   threats: tuple[attacks.Threat, ...]
   epochs: int
@@ -67,7 +67,7 @@ DATA = flags.DEFINE_string(
 OUTPUT = flags.DEFINE_string(
   'output', None, 'The folder for the networks.', required=True
 )
-NETWORKS = flags.DEFINE_list('networks', list(RECIPES), 'Which to train.')
+NETWORKS = flags.DEFINE_list('networks', list(RECIPES), 'Networks to train.')
 SEED = flags.DEFINE_integer('seed', 0, 'The seed of the weights and batches.')
 LIMIT = flags.DEFINE_integer(
   'limit', None, 'Train on this many images, for a quick try.'
@@ -119,7 +119,7 @@ def train(recipe, data, seed):
       logits_fn(variables, images), labels
     ).mean()
 
-  # The images are arguments: as constants they would be part of the program.
+  # The images are arguments, because constants would be part of the program.
   @functools.partial(jax.jit, donate_argnums=0)
   def epoch(carry, images, labels, rows, indices):
     def step(carry, batch):

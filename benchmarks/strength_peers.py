@@ -6,16 +6,16 @@ python benchmarks/strength_peers.py --network=network.npz --images=images.npz \
   --output=peers.json
 ```
 
-Needs torch and torchattacks, and neither jax nor mwrobust, so that it can run
-in an environment of its own. torchattacks has no l1. For that norm, and for the
+It needs torch and torchattacks, but neither jax nor mwrobust, so that it can
+run in its own environment. torchattacks has no l1. For that norm, and for the
 norms in `--autoattack_for`, clone https://github.com/fra31/auto-attack and name
 the folder in `--autoattack`.
 
 Both libraries run the settings of AutoAttack's `standard` version: APGD-CE,
-APGD-T, FAB-T and Square, each on the images that the ones before did not break.
-An adversarial image counts only if it is in the ball and misclassified after it
-was clipped to [0, 1]; no library is taken at its word. The output is rewritten
-after every attack.
+APGD-T, FAB-T and Square, each on the images that survived the ones before. An
+adversarial image counts only if it is in the ball and misclassified after a
+clip to [0, 1], whatever the library reports. The output is rewritten after
+every attack.
 """
 
 import hashlib
@@ -59,7 +59,7 @@ THREADS = flags.DEFINE_integer('threads', 1, 'The number of CPU threads.')
 OUTPUT = flags.DEFINE_string('output', None, 'A JSON file.', required=True)
 
 NAMES = {'linf': 'Linf', 'l2': 'L2', 'l1': 'L1'}
-# For rounding errors of the libraries' projections, relative to eps.
+# Allows for rounding errors of the libraries' projections, relative to eps.
 TOLERANCE = 1e-4
 
 
@@ -118,9 +118,9 @@ def load_network(path, mean=None, std=None) -> torch.nn.Module:
 
 
 def torchattacks_attacks(network, norm, eps, classes, seed):
-  """Returns AutoAttack's attacks by torchattacks, by name."""
-  # Its own AutoAttack class takes 10 steps where the original takes 100, and
-  # rescales Square's schedule, which the original does not.
+  """Returns torchattacks' versions of AutoAttack's attacks, by name."""
+  # Its own AutoAttack class takes 10 steps instead of the original's 100, and
+  # rescales Square's schedule, unlike the original.
   settings = {'norm': NAMES[norm], 'eps': eps, 'seed': seed}
   return {
     'APGD-CE': torchattacks.APGD(network, steps=100, loss='ce', **settings),
@@ -164,14 +164,14 @@ def original_attacks(network, norm, eps, seed):
 def distance(difference, norm):
   """Returns the norm of each example, [B]."""
   order = {'linf': float('inf'), 'l2': 2, 'l1': 1}[norm]
-  # In float64: a float32 sum of 784 squares is no judge of 1e-4.
+  # In float64, because a float32 sum of 784 squares is not exact to 1e-4.
   return torch.linalg.vector_norm(difference.flatten(1).double(), order, dim=1)
 
 
 @torch.no_grad()
 def judge(network, images, labels, adversarial, norm, eps):
   """Returns which images are broken, and which only outside the threat."""
-  # A NaN passes no comparison, so it breaks nothing.
+  # Comparisons with NaN are False, so a NaN breaks nothing.
   clipped = adversarial.clamp(0, 1)
   inside = distance(clipped - images, norm) <= eps * (1 + TOLERANCE)
   wrong = network(clipped).argmax(1) != labels
@@ -180,7 +180,7 @@ def judge(network, images, labels, adversarial, norm, eps):
 
 
 def run_attack(attack, network, images, labels, norm, eps, batch_size):
-  """Attacks the images in batches; returns what `judge` says of them."""
+  """Attacks the images in batches and returns the results of `judge`."""
   broken, outside = [], []
   for start in range(0, len(images), batch_size):
     rows = slice(start, start + batch_size)
@@ -194,14 +194,14 @@ def run_attack(attack, network, images, labels, norm, eps, batch_size):
 
 
 def digest(folder) -> str:
-  """Identifies a version of the original, which carries no number."""
+  """Returns a digest of the original, which has no version number."""
   files = sorted(pathlib.Path(folder, 'autoattack').glob('*.py'))
   content = b''.join(file.read_bytes() for file in files)
   return hashlib.sha256(content).hexdigest()[:12]
 
 
 def save(path, result):
-  """Writes JSON in one move: a reader never sees half a file."""
+  """Writes JSON atomically."""
   os.makedirs(os.path.dirname(os.path.abspath(path)), exist_ok=True)
   with open(f'{path}.tmp', 'w') as file:
     json.dump(result, file, indent=1)
@@ -277,7 +277,7 @@ def main(argv):
           'attack': name,
           'accuracy': round(100 * float(standing.mean()), 4),
           'seconds': round(time.perf_counter() - start, 2),
-          # The honest time where other processes share the cores.
+          # The fairer time if other processes share the cores.
           'cpu_seconds': round(time.process_time() - cpu_start, 2),
           'attacked': len(rows),
           # Misclassified but outside the ball or the box: not counted.

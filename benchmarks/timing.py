@@ -1,4 +1,4 @@
-"""Side-by-side timing on a machine that does other things as well."""
+"""Side-by-side timing on a machine with other load."""
 
 import time
 from collections.abc import Callable
@@ -9,10 +9,10 @@ import jax
 def interleaved(
   functions: dict[str, Callable[[], object]], repeats: int
 ) -> dict[str, float]:
-  """Best time of each function in seconds, the repeats taken in turn.
+  """Returns the best time of each function in seconds, measured in turn.
 
-  Taken in turn, a disturbance of the machine falls on all of them; the best of
-  many is the one it did not fall on. Each is called once before, to compile.
+  In turn, a disturbance of the machine affects all of them; the best of many
+  repeats is one that it did not affect. Each is called once before, to compile.
   """
   for function in functions.values():
     jax.block_until_ready(function())

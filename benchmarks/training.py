@@ -1,13 +1,13 @@
-"""What multiplicative weights cost beside training against one threat.
+"""Compares the cost of multiplicative weights and single-threat training.
 
   python -m benchmarks.training [--outer_steps=4] [--attack=strong]
 
-Trains the MNIST CNN on the digits of the quickstart with each method, outer
-step by outer step in turn, and prints seconds per epoch, validation included,
-over the first method's, and images a second. Takes one step apart: the
-gradients, what the step adds to them (data, dispatch, optimizer), and the loop
-around it. Then it measures a step of the methods that attack with all k threats
-at once against k.
+Trains the MNIST CNN on the digits of the quickstart with each method, in turn
+by outer step, and prints seconds per epoch with validation, relative to the
+first method, and images per second. It splits the time of a step: the
+gradients, what the step adds (data, dispatch, optimizer), and the loop around
+it. It also measures a step of the methods that attack with all k threats at
+once, for several k.
 """
 
 import functools
@@ -27,12 +27,12 @@ from mwrobust.reporting.document import markdown_table
 from mwrobust.training import loop, setup
 from mwrobust.training.setup import Job, prepare
 
-_OUTER_STEPS = flags.DEFINE_integer('outer_steps', 4, 'Of each method.')
+_OUTER_STEPS = flags.DEFINE_integer('outer_steps', 4, 'Outer steps.')
 _ATTACK = flags.DEFINE_enum(
   'attack',
   'paper',
   ['paper', 'strong'],
-  "Train with the paper's attacks, or with those that are harder to fool.",
+  "Train with the paper's attacks, or with some that are harder to fool.",
 )
 
 METHODS = (
@@ -41,19 +41,19 @@ METHODS = (
 )
 ALL_AT_ONCE = ('max', 'avg', 'msd')
 KS = 1, 2, 3, 6
-REPEATS = 3  # Of steps; the best counts.
+REPEATS = 3  # Measurements of steps; the best counts.
 
 
 def make_job(
   method: str, outer_steps: int = 1, k: int = 6, attack: str = 'paper'
 ) -> Job:
-  """The quickstart's schedule with the full MNIST CNN.
+  """Makes a job with the quickstart's schedule and the full MNIST CNN.
 
   Args:
     method: its name; after a space, the threat of `single`.
     outer_steps: T.
-    k: how many threats there are, the first of the paper's six.
-    attack: of training, the paper's or a strong one.
+    k: the number of threats, the first of the paper's six.
+    attack: the training attack, `'paper'` or `'strong'`.
   """
   config = config_lib.preset('paper', 'mnist')
   config.data.name = 'mnist5k'
@@ -75,10 +75,10 @@ def make_job(
 
 
 def run_outer_step(job: Job, state, t: int):
-  """What `loop.train` does in outer step t, without logs and checkpoints.
+  """Runs outer step t as `loop.train` does, without logs and checkpoints.
 
   Returns:
-    The state, and the gradient evaluations of it.
+    The state, and the number of gradient evaluations.
   """
   gradients = job.validation_gradients
   if t == 0 and job.policy.validates_first:
@@ -108,7 +108,7 @@ def run_steps(job: Job, state, has_room: Callable[[np.ndarray], bool]):
 
 
 def update(job: Job, state):
-  """The validation, and the policy's update."""
+  """Runs a validation and updates the policy."""
   measured = loop.validate(job, state, lambda: None)
   policy = job.policy.update(state.policy, measured.validation)
   return state.replace(policy=policy)
@@ -146,7 +146,7 @@ def time_methods(outer_steps: int):
     for method in jobs
   ]
   header = [
-    *('method', 's an epoch', 'over the first', 'gradients over its'),
+    *('method', 's per epoch', 'over the first', 'gradients over its'),
     *('images/s', 'gradients/s'),
   ]
   print(f'\n{markdown_table(header, rows)}')
@@ -156,7 +156,7 @@ def time_methods(outer_steps: int):
 
 
 def take_a_step_apart(repeats: int):
-  """Prints the share of a step that is not gradients."""
+  """Prints the time that a step takes beyond its gradients."""
   job = make_job('single pixel_linf')
   state, count = job.init(), job.schedule.steps_per_epoch
   batch = setup.training_batch(job, 0)
@@ -218,7 +218,7 @@ def take_a_step_apart(repeats: int):
 
 
 def time_all_at_once(repeats: int):
-  """Prints a step of the methods that attack with all k threats, against k."""
+  """Prints the step time of methods that attack with all k threats, by k."""
   jobs = {
     (method, k): make_job(method, k=k, attack=_ATTACK.value)
     for k in KS
@@ -248,7 +248,8 @@ def time_all_at_once(repeats: int):
 
   rows = [[method, str(k), *cells((method, k))] for method, k in jobs]
   rows.sort(key=lambda row: (one[0], *ALL_AT_ONCE).index(row[0]))
-  header = ['method', 'k', 'ms a step', 'over the first', 'gradients over its']
+  header = ['method', 'k', 'ms per step', 'over the first']
+  header.append('gradients over its')
   print(f'\n{markdown_table(header, rows)}')
 
 

@@ -1,11 +1,11 @@
-"""Whether a run's training attacks find what is there to be found.
+"""Compares a run's training attacks with a strong attack.
 
   python -m benchmarks.training_attacks RUN1 RUN2 ...
 
 For each threat of a run, on its first validation images: the mean cross entropy
 that the training attack reaches on the last parameters, and that of 100 steps
-of APGD. A network that is trained against a few weak steps learns to mislead
-them; then the first falls short of the second.
+of APGD. A network that is trained against a few weak steps learns to misdirect
+them; then the first loss falls short of the second.
 """
 
 import functools
@@ -22,8 +22,8 @@ from mwrobust.attacks import losses
 from mwrobust.reporting.document import markdown_table
 from mwrobust.training import checkpoints, setup
 
-_EXAMPLES = flags.DEFINE_integer('examples', 200, 'How many images.')
-_DATA = flags.DEFINE_string('data', None, 'The data, if they have moved.')
+_EXAMPLES = flags.DEFINE_integer('examples', 200, 'The number of images.')
+_DATA = flags.DEFINE_string('data', None, 'Folder of the data, if it moved.')
 
 REFERENCE = attacks.apgd(100, result='highest')
 
@@ -72,7 +72,7 @@ def rows_of(workdir: str) -> list[list[str]]:
 def main(argv):
   """Prints the table."""
   if len(argv) < 2:
-    raise app.UsageError('name the folders of some runs')
+    raise app.UsageError('name the folders of one or more runs')
   print(
     f'jax {jax.__version__}, Python {platform.python_version()}; the first '
     f'{_EXAMPLES.value} validation images'

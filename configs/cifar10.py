@@ -5,8 +5,8 @@
   python -m mwrobust.main --config=configs/cifar10.py:small \
     --config.data.dir=DIR
 
-Made for an accelerator, except with `small` and `runlocal`. The numbers to
-stand beside (paper, mean of its runs, h = 3): min 39.13, union 36.18.
+It needs an accelerator, except with `small` and `runlocal`. The paper reports
+min 39.13 and union 36.18 (mean of its runs, h = 3).
 """
 
 from mwrobust import config as config_lib
@@ -18,8 +18,8 @@ def get_config(variants: str = ''):
   released: the preset of the authors' code, instead of `paper`.
   small: a small residual network and strong attacks, trained within an hour on
     two CPU cores; 500 test images.
-  runlocal: a look at the whole job on two CPU cores: 10 epochs of a small CNN
-    and 1,000 test images.
+  runlocal: a quick run of the whole job on two CPU cores: 10 epochs of a small
+    CNN and 1,000 test images.
   """
   config = config_lib.preset('paper', 'cifar10')
   return config_lib.apply_variants(
@@ -39,14 +39,14 @@ def _small(config):
   config.model.options.width = 24
   config.model.options.stem_stride = 2
   config_lib.use_strong_attack(config)
-  config.data.augment = False  # Some epochs do not overfit.
+  config.data.augment = False  # A few epochs do not overfit.
   config.optimizer.name = 'adam'
   config.optimizer.learning_rate = 3e-3
   config.optimizer.schedule = 'one_cycle'
   config.optimizer.l2 = 0.0
   config.policy.eta = 0.25
   config.train.T = 10
-  config.train.budget = 10_000_000  # An hour.
+  config.train.budget = 10_000_000  # Takes about an hour.
   config.train.batch_size = 100
   config.train.ramp = 0.3
   config.train.validation_examples = 250

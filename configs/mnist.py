@@ -6,8 +6,8 @@
   python -m mwrobust.main --config=configs/mnist.py:cnn --config.data.dir=DIR
   python -m mwrobust.main --config=configs/mnist.py:balanced,cnn
 
-Made for an accelerator, except with `cnn` or `runlocal`. The numbers to stand
-beside (paper, mean of its runs, h = 3): min 57.57, union 35.87.
+It needs an accelerator, except with `cnn` or `runlocal`. The paper reports min
+57.57 and union 35.87 (mean of its runs, h = 3).
 """
 
 from mwrobust import config as config_lib
@@ -16,15 +16,15 @@ from mwrobust import config as config_lib
 def get_config(variants: str = ''):
   """Variants: `released`, `maini`, `balanced`, `cnn`, `runlocal`.
 
-  Several are joined by commas.
+  Join several with commas.
 
   released: the preset of the authors' code, instead of `paper`.
   maini: three threats in pixels, 0.3, 2 and 10, and the network of Maini et
     al. (2020).
-  balanced: six threats that are alike hard, each with a radius of its own.
-  cnn: a network and a schedule for CPUs, and training attacks that a network
-    cannot fool so easily; with each of the presets.
-  runlocal: a look at the whole job in some minutes on two CPU cores.
+  balanced: six equally hard threats, each with its own radius.
+  cnn: a network and a schedule for CPUs, and training attacks that are harder
+    to fool; works with each preset.
+  runlocal: a run of the whole job in a few minutes on two CPU cores.
   """
   config = config_lib.preset('paper', 'mnist')
   return config_lib.apply_variants(

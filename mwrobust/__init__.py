@@ -1,3 +1,3 @@
-"""Image classifiers that stand up to many adversarial attacks at once."""
+"""Image classifiers that are robust to many adversarial attacks at once."""
 
 __version__ = '0.1.0'

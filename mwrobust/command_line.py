@@ -1,4 +1,4 @@
-"""What the programs share: the config flag, and errors in one line."""
+"""What the programs share: the config flag, and errors without tracebacks."""
 
 import ast
 import contextlib
@@ -23,29 +23,33 @@ from mwrobust.runtime.signals import Interrupted, silenced_threads
 
 flags.disclaim_key_flags()  # `--help` shows `--config` as the program's own.
 
+<<<<<<< HEAD
 _CACHE_BYTES = 2**30  # Of compiled programs.
+=======
+_CACHE_BYTES = 2**30  # When it is full, JAX evicts the oldest programs.
+>>>>>>> english
 _until_the_end = contextlib.ExitStack()
 _HERE = pathlib.Path(__file__).parent
-# A wheel has them inside of the package, a checkout beside it.
+# A wheel has the configs inside the package, a checkout beside it.
 CONFIGS = next(
   folder / 'configs'
   for folder in (_HERE, _HERE.parent)
   if (folder / 'configs').is_dir()
 )
-# What `--help` shows of the fields, and what each is.
+# The fields that `--help` shows, and what each means.
 FIELDS = {
-  'method=greedy': 'who picks the threat of the next mini batch',
+  'method=greedy': 'how the threat of the next mini batch is picked',
   'data.name=mine.npz': 'mnist, cifar10, tfds:NAME, or your own',
   'data.dir=DIR': 'folder of the published files',
   'model.name=cnn': 'see mwrobust/models, or module:Class',
   'threats.only=pixel_linf,dct_l1': 'which threats to use',
   'threats.dct_l2.eps=1/2': 'the radius of one of them',
   'train.T=10': 'outer steps',
-  'train.r=2': 'epochs in each',
+  'train.r=2': 'epochs per outer step',
   'train.batch_size=100': 'images in a mini batch',
   'eval.examples=500': 'the first so many test images; 0 for all',
   'eval.protocols=standard,fast': 'how hard the evaluation attacks',
-  'seed=1': 'of everything random',
+  'seed=1': 'the seed of everything random',
 }
 
 
@@ -69,14 +73,14 @@ class NumberParser(flags.ArgumentParser):
 
 
 class TupleParser(flags.ArgumentParser):
-  """Reads `linf,l2`, one word, or a tuple as Python writes it.
+  """Reads `linf,l2`, one word, or a Python tuple.
 
   >>> [TupleParser().parse(text) for text in ('linf,l2', "('l1',)", '3,2', '')]
   [('linf', 'l2'), ('l1',), (3, 2), ()]
   """
 
   def parse(self, argument: str | tuple[Any, ...]) -> tuple[Any, ...]:
-    """Returns the tuple; words that are no numbers are strings."""
+    """Returns the tuple; words that are not numbers become strings."""
     if isinstance(argument, str):
       try:
         argument = ast.literal_eval(argument)
@@ -94,7 +98,7 @@ config_flags.register_flag_parser_for_type(tuple, TupleParser())
 
 
 def define_config(text: str) -> flags.FlagHolder[ml_collections.ConfigDict]:
-  """Defines `--config` and all of `--config.field`."""
+  """Defines `--config` and `--config.field` for every field."""
   text = '\n'.join(
     [
       text,
@@ -116,7 +120,7 @@ def define_config(text: str) -> flags.FlagHolder[ml_collections.ConfigDict]:
 
 
 def _describe_configs() -> list[str]:
-  """Returns a line on each file in `CONFIGS`: what it is, and its variants."""
+  """Returns a line on each file in `CONFIGS`: its purpose and its variants."""
   lines = []
   for path in sorted(CONFIGS.glob('*.py')):
     module = ast.parse(path.read_text())
@@ -134,7 +138,7 @@ def _describe_configs() -> list[str]:
 
 
 def config_name() -> str:
-  """`'mnist-cnn'` for `--config=configs/mnist.py:cnn`."""
+  """Returns `'mnist-cnn'` for `--config=configs/mnist.py:cnn`."""
   path, _, variants = config_flags.get_config_filename(
     flags.FLAGS['config']
   ).rpartition('.py')
@@ -151,12 +155,12 @@ def run(
   main: Callable[[list[str]], None],
   default_config: Callable[[dict[str, str]], str] | None = None,
 ) -> None:
-  """Runs a program; what its user can fix is said in a line.
+  """Runs a program; errors that its user can fix are printed as messages.
 
   Args:
-    main: gets what is no flag; reads its flags itself.
-    default_config: from the flags that are given, the config file to take if
-      that is none of them; None for a program without a config.
+    main: the program; it gets the arguments that are not flags.
+    default_config: returns the config file to use without `--config`, from the
+      given flags; None for a program without a config.
   """
   try:
     app.run(
@@ -164,16 +168,16 @@ def run(
       flags_parser=functools.partial(_parse, default_config),
     )
   except SystemExit:
-    # The message comes last: threads of a save that failed go on failing.
+    # Keeps the message last: threads of a failed save continue to fail.
     logging.set_verbosity(logging.FATAL)
     _until_the_end.enter_context(silenced_threads())
     raise
 
 
 def call(main: Callable[[list[str]], None], argv: list[str]) -> None:
-  """Calls main with what is no flag."""
+  """Calls main with the arguments that are not flags."""
   logging.set_verbosity(logging.WARNING)
-  if not jax.config.jax_compilation_cache_dir:  # A restart compiles nothing.
+  if not jax.config.jax_compilation_cache_dir:  # So that restarts are fast.
     home = os.environ.get('XDG_CACHE_HOME') or pathlib.Path.home() / '.cache'
     cache = pathlib.Path(home, 'mwrobust', 'jax')
     limit_cache(cache, _CACHE_BYTES)
@@ -212,16 +216,16 @@ def limit_cache(folder: pathlib.Path, most: int) -> None:
 
 
 def _leave(message: str) -> NoReturn:
-  """Ends with the message and exit code 1."""
+  """Exits with the message and code 1."""
   if not devices.is_distributed():
     sys.exit(message)
-  # At once: an orderly end would wait for the others, who wait for us.
+  # An orderly exit would wait for the other processes, which wait for this one.
   print(message, file=sys.stderr, flush=True)
   os._exit(1)
 
 
 def _given_flags(argv: list[str]) -> dict[str, str]:
-  """What `--name=value` and `--name value` say, before absl has parsed them."""
+  """Returns the flags `--name=value` and `--name value`, before absl parses."""
   given = {}
   for arg, following in zip(argv, [*argv, ''][1:], strict=True):
     if arg.startswith('-'):
@@ -231,7 +235,7 @@ def _given_flags(argv: list[str]) -> dict[str, str]:
 
 
 def no_arguments(argv: list[str]) -> None:
-  """Refuses words that are no flags."""
+  """Refuses arguments that are not flags."""
   if argv:
     raise app.UsageError(f'Unknown arguments: {" ".join(argv)}')
 
@@ -248,7 +252,7 @@ def _parse(
       argv = [argv[0], f'--config={default_config(given)}', *argv[1:]]
     rest = flags.FLAGS([_find_config(arg) for arg in argv])
     if default_config:
-      _ = flags.FLAGS.config.preset  # What could not be read says so now.
+      _ = flags.FLAGS.config.preset  # Raises if the config cannot be read.
     return rest
   except (UserError, OSError, AttributeError) as error:
     sys.exit(f'mwrobust: {error}')
@@ -259,7 +263,7 @@ def _parse(
 
 
 def _find_config(arg: str) -> str:
-  """Lets configs/NAME.py be ours where the current folder has no configs."""
+  """Finds configs/NAME.py in the package if the current folder has none."""
   flag, found, name = arg.partition('configs/')
   is_path = found and flag in ('', '--config=', '-config=')
   if is_path and not pathlib.Path('configs').exists():
@@ -268,7 +272,7 @@ def _find_config(arg: str) -> str:
 
 
 def _from_config(error: BaseException) -> UserError | None:
-  """Returns the UserError of a config file, which flags wrap in tracebacks."""
+  """Returns the UserError of a config file from the chain of a flag error."""
   found = None
   while error := error.__context__:
     found = error if isinstance(error, UserError) else found

@@ -1,12 +1,12 @@
-"""What a run is made of: every field, the presets, and what is allowed.
+"""The config of a run: every field, the presets, and the allowed values.
 
 Config files (`configs/*.py`) start from `preset(name, data)` and change what
 differs. Every result names its preset:
 
-  paper      the numbers of the paper; where it gives none, the usual ones
+  paper      the numbers of the paper, or usual ones where it gives none
   released   the numbers of the authors' released code, where they differ
   maini      pixel linf 0.3, l2 2, l1 10 on MNIST, as in multi-norm training
-  balanced   six threats on MNIST that are alike hard, each with its own radius
+  balanced   six equally hard threats on MNIST, each with its own radius
 """
 
 import json
@@ -39,19 +39,19 @@ EPS = {
   },
   ('maini', 'mnist'): {'pixel': (0.3, 2.0, 10.0)},
   # Provisional, from the first radii of `python -m mwrobust.search --radii=...`
-  # in results/README.md: trained against alone, each leaves about 80 %.
+  # in results/README.md: a network trained against one alone keeps about 80 %.
   ('balanced', 'mnist'): {'pixel': (0.42, 2.2, 9.0), 'dct': (0.12, 2.2, 10.0)},
 }
 # These do not change training, so they may differ between two calls on one
 # workdir. A name that ends with a dot stands for all fields below it.
 FREE_FIELDS = ('eval.', 'train.log_every')
-# A search gives each method its own, beside those of its policy.
+# A search tunes these for each method, besides those of its policy.
 TUNED_FIELDS = ('optimizer.learning_rate', 'train.ramp')
 THREAT_FIELDS = ('space', 'norm', 'eps', 'clip', 'attack')
-# What differs from `config.attack` in the attack of training, by space and
-# norm. Chosen by the loss they reach on trained networks, against 100 steps of
-# APGD: pixel linf is hardly masked, l1 needs more steps, and dct linf falls to
-# momentum first.
+# How the training attack differs from `config.attack`, by space and norm.
+# Chosen by the loss they reach on trained networks compared to 100 steps of
+# APGD: pixel linf is hardly masked, l1 needs more steps, and momentum is best
+# for dct linf.
 TRAINING_ATTACKS = {
   ('pixel', 'linf'): {'steps': 10, 'radii': (1.0,)},
   ('pixel', 'l1'): {'steps': 40},
@@ -61,58 +61,58 @@ TRAINING_ATTACKS = {
 
 
 def base() -> ConfigDict:
-  """Every field there is, with the values that all presets share."""
+  """Returns every field, with the values that all presets share."""
   config = ConfigDict()
-  config.preset = ''  # Which numbers these are; results are labelled with it.
-  config.seed = 0  # Of the parameters, the data order and all else.
-  # 'scalable' (Figure 3): the average of the last h parameters is the output.
-  # 'ensemble' (Figure 2): all T are kept, the output is their mean softmax;
-  # for small networks, as it holds T of them at once.
+  config.preset = ''  # The name of the preset; results are labelled with it.
+  config.seed = 0  # The seed of everything random.
+  # 'scalable' (Figure 3): the output is the average of the last h parameters.
+  # 'ensemble' (Figure 2): the output is the mean softmax of all T networks; for
+  # small networks, because it holds T of them at once.
   config.algorithm = 'scalable'
-  # Which threat a mini batch is attacked by: multiplicative_weights, greedy,
-  # round_robin, uniform, single, natural, e_at, ucb. Or all of them at once:
+  # How the threat of a mini batch is picked: multiplicative_weights, greedy,
+  # round_robin, uniform, single, natural, e_at, ucb. Or all threats at once:
   # max, avg, msd.
   config.method = 'multiplicative_weights'
 
   config.data = data_fields = ConfigDict()
-  # mnist, cifar10, mnist5k, tfds:NAME, or an .npz file or a folder of your own.
+  # mnist, cifar10, mnist5k, tfds:NAME, or your own .npz file or folder.
   data_fields.name = 'mnist'
   # Folder of the published raw files; '' for tensorflow-datasets.
   data_fields.dir = ''
-  data_fields.validation = 'seed'  # The 10 % of train: by the seed, or 'last'.
+  data_fields.validation = 'seed'  # Chooses 10 % of train; or the 'last' 10 %.
   data_fields.augment = False  # Random crops of the padded image, and flips.
-  data_fields.train_examples = 0  # The first so many only; 0 for all.
+  data_fields.train_examples = 0  # Use only the first so many; 0 for all.
 
   config.model = model = ConfigDict()
-  model.name = 'resnet50'  # See mwrobust/models; or module:Class of your own.
-  model.options = ConfigDict()  # Its own fields, such as width.
+  model.name = 'resnet50'  # See mwrobust/models; or your own module:Class.
+  model.options = ConfigDict()  # The model's own fields, such as width.
 
-  # By name: space, norm, eps and clip (see mwrobust.attacks.Threat), and what
-  # differs in its training attack. A space of your own is module:NAME.
+  # By name: space, norm, eps and clip (see mwrobust.attacks.Threat), and how
+  # the training attack differs. A space of your own is module:NAME.
   config.threats = ConfigDict()
-  config.threats.only = ()  # The names of those to use; () for all.
+  config.threats.only = ()  # The names of the threats to use; () for all.
 
-  config.attack = attack = ConfigDict()  # Of training and validation.
+  config.attack = attack = ConfigDict()  # For training and validation.
   attack.rule = 'apgd'  # Or 'momentum', 'pgd'; see mwrobust.attacks.Ascent.
   attack.steps = 20
-  attack.step_size = 0.0  # In multiples of eps; 0 for what the rule takes.
+  attack.step_size = 0.0  # In multiples of eps; 0 for the rule's default.
   attack.radii = (3.0, 2.0, 1.0)  # The balls to climb in, one after the other.
   attack.loss = 'ce'  # Or 'margin', 'dlr', 'probability_margin'.
-  attack.percentile = 99.0  # l1: a step moves the largest 1 %.
+  attack.percentile = 99.0  # l1: a step of pgd or momentum moves the top 1 %.
   attack.random_start = True
-  config.validation_attack = ConfigDict()  # What differs in validation.
+  config.validation_attack = ConfigDict()  # How validation differs.
 
-  config.policy = policy = ConfigDict()  # Each method has its own.
+  config.policy = policy = ConfigDict()  # Each method uses its own fields.
   policy.eta = 0.1  # multiplicative_weights: the paper's scaling factor.
   policy.eta_schedule = 'constant'  # Or 'inverse_sqrt': eta / sqrt(t).
-  policy.signal = 'loss'  # What moves the weights; or 'error', the bounded one.
-  policy.threat = 'pixel_linf'  # single: which one.
-  policy.exploration = 1.0  # ucb: how much is tried.
-  policy.decay = 0.98  # e_at: how fast older mini batches are forgotten.
+  policy.signal = 'loss'  # What the weights follow; or 'error', in [0, 1].
+  policy.threat = 'pixel_linf'  # single: the threat.
+  policy.exploration = 1.0  # ucb: the weight of the exploration bonus.
+  policy.decay = 0.98  # e_at: the decay of older mini batches.
 
   config.optimizer = optimizer = ConfigDict()
   optimizer.name = 'sgd'  # Or 'adam', 'adamw'.
-  optimizer.learning_rate = 0.1  # The highest.
+  optimizer.learning_rate = 0.1  # The highest of the schedule.
   optimizer.schedule = (
     'steps'  # Or 'one_cycle' (cosine, up and down), 'cosine'.
   )
@@ -122,35 +122,34 @@ def base() -> ConfigDict:
   optimizer.weight_decay = 1e-4  # adamw
 
   config.train = train = ConfigDict()
-  train.T = 40  # Outer steps.
-  train.r = 5.0  # Epochs in each, or a part of one; then comes the update.
+  train.T = 40  # The number of outer steps.
+  train.r = 5.0  # Epochs per outer step, may be a fraction; then an update.
   # Gradient evaluations (one image once forward and back) of the whole
-  # training, its validations included, instead of r; 0 to give r. It is spent
-  # up to one mini batch, whatever is chosen: methods that are compared get the
-  # same budget.
+  # training, including its validations, instead of r; 0 to use r. Every method
+  # spends it up to one mini batch, so that methods can be compared.
   train.budget = 0
-  train.h = 3  # How many of the last parameters are averaged.
+  train.h = 3  # The number of last parameters to average.
   train.batch_size = 128
-  train.ramp = 0.0  # Share of training in which the radii grow from 0.
-  train.validation_examples = 0  # To estimate the losses on; 0 for all.
+  train.ramp = 0.0  # The share of training in which the radii grow from 0.
+  train.validation_examples = 0  # Images to estimate the losses on; 0 for all.
   # On the first so many of them, a stronger attack checks after every outer
-  # step whether the training attack is being fooled; 0 for no check.
+  # step whether the network fools the training attack; 0 for no check.
   train.check_examples = 50
   train.precision = 'float32'  # Or 'bfloat16' for the network's own training.
-  train.log_every = 100  # Steps between two rows of metrics.
+  train.log_every = 100  # The number of steps between two rows of metrics.
 
   config.eval = evaluation = ConfigDict()
-  evaluation.split = 'test'  # Or 'validation', for what is chosen by it.
-  evaluation.examples = 0  # The first so many of its images; 0 for all.
-  evaluation.batch_size = 250  # Also of validation.
-  # See mwrobust/evaluation/protocols.py; the appendix of the paper has
+  evaluation.split = 'test'  # Or 'validation', to choose settings.
+  evaluation.examples = 0  # Use only the first so many images; 0 for all.
+  evaluation.batch_size = 250  # Also for validation.
+  # See mwrobust/evaluation/protocols.py; the appendix of the paper uses
   # 'paper-20', and 'fast' takes a tenth of the time of 'standard'.
   evaluation.protocols = ('paper', 'standard')
-  # What to evaluate beside the output, which is the average of the last h: the
-  # 'last' alone, their 'ensemble', and the average 'recalibrated', with new
-  # BatchNorm statistics.
+  # Networks to evaluate besides the output, the average of the last h: the
+  # 'last' alone, the 'ensemble' of the last h, and the average 'recalibrated'
+  # with new BatchNorm statistics.
   evaluation.others = ('last', 'ensemble')
-  # On the first so many, the output's accuracy as the radii grow; 0 for none.
+  # Images for the output's accuracy at growing radii; 0 to skip it.
   evaluation.curve_examples = 250
   return config
 
@@ -191,7 +190,7 @@ def preset(name: str, data: str) -> ConfigDict:
 def set_threats(
   config: ConfigDict, radii: Mapping[str, tuple[float, float, float]]
 ) -> None:
-  """Makes linf, l2 and l1 in each space the threats of a config."""
+  """Sets the threats of a config to linf, l2 and l1 in each space."""
   config.threats = ConfigDict({'only': ()})
   for space, of_norms in radii.items():
     for norm, eps in zip(norms.NORMS, of_norms, strict=True):
@@ -232,7 +231,7 @@ def use_papers_attack(config: ConfigDict) -> None:
 
 
 def use_cnn(config: ConfigDict) -> None:
-  """Puts a network and an optimizer for CPUs into the config."""
+  """Sets a network and an optimizer that suit CPUs."""
   config.model.name = 'cnn'
   config.optimizer.name = 'adam'
   config.optimizer.learning_rate = 3e-3
@@ -252,7 +251,7 @@ def flatten(config: Mapping[str, Any], prefix: str = '') -> dict[str, Any]:
 
 
 def check_field(field: str) -> None:
-  """Raises a UserError if there is no such field."""
+  """Raises a UserError if the config has no such field."""
   match field.split('.'):
     case ['threats', threat, _, *_]:
       pass
@@ -299,7 +298,7 @@ def apply_variants(
   Args:
     config: changed in place, and returned.
     words: comma-separated, in any order; '' for none.
-    variants: what each word does to the config, in the order that it is done.
+    variants: the change that each word makes, in the order of application.
   """
   words = list(filter(None, words.split(',')))
   for word in words:
@@ -311,7 +310,7 @@ def apply_variants(
 
 
 def load(workdir: str | os.PathLike) -> ConfigDict:
-  """Returns the config of the run in a workdir, as its config.json has it."""
+  """Returns the config of the run in a workdir, from its config.json."""
   path = epath.Path(workdir, 'config.json')
   try:
     fields = json.loads(path.read_text())
@@ -325,12 +324,12 @@ def load(workdir: str | os.PathLike) -> ConfigDict:
     ) from error
   except (OSError, ValueError, AttributeError, TypeError) as error:
     raise UserError(
-      f'{path} is no config ({error}): choose another --workdir, or fix it.'
+      f'{path} is not a config ({error}): choose another --workdir, or fix it.'
     ) from error
 
 
 def to_share(config: ConfigDict) -> dict[str, Any]:
-  """Returns the fields as JSON has them, without machine-specific paths."""
+  """Returns the fields as in JSON, without machine-specific paths."""
   fields = json.loads(config.to_json())
   fields['data']['dir'] = ''
   if os.path.isabs(fields['data']['name']):
@@ -344,13 +343,13 @@ def _with_tuples(value: Any) -> Any:
   return tuple(value) if isinstance(value, list) else value
 
 
-# -------------------------------------------------------- what the fields mean
+# ------------------------------------------------------- what the fields make
 
 
 def threat_table(config: ConfigDict) -> dict[str, ConfigDict]:
-  """Returns the fields of the threats that are used, by name, in order.
+  """Returns the fields of the threats in use, by name.
 
-  Pixels first, and linf, l2, l1, as in the paper.
+  Pixels come first, then linf, l2 and l1, as in the paper.
   """
   table = {
     name: fields for name, fields in config.threats.items() if name != 'only'
@@ -380,7 +379,7 @@ def make_threats(config: ConfigDict) -> tuple[attacks.Threat, ...]:
 
 
 def _load_space(space: str, field: str) -> str | attacks.Space:
-  """Returns the name of a space; or, of `module:NAME`, the space itself."""
+  """Returns the name of a space, or the space itself for `module:NAME`."""
   if ':' not in space:
     check_choice(field, space, [*attacks.SPACES, 'module:NAME'])
     return space
@@ -396,7 +395,7 @@ def _load_space(space: str, field: str) -> str | attacks.Space:
 def make_pairs(
   config: ConfigDict, phase: str = 'train'
 ) -> tuple[tuple[attacks.Threat, attacks.Attack], ...]:
-  """Gives each threat its attack in a phase: `'train'` or `'validation'`."""
+  """Returns each threat with its attack in `'train'` or `'validation'`."""
   pairs = []
   for threat in make_threats(config):
     fields = config.attack.to_dict()
@@ -416,7 +415,7 @@ def make_pairs(
   return tuple(pairs)
 
 
-METHODS = {  # By method: its adversary, and its policy.
+METHODS = {  # By method: its adversary and its policy.
   'multiplicative_weights': ('one', 'multiplicative_weights'),
   'greedy': ('one', 'greedy'),
   'round_robin': ('one', 'round_robin'),
@@ -453,19 +452,19 @@ def make_policy(config: ConfigDict) -> policies.Policy:
 
 
 def window(config: ConfigDict) -> int:
-  """Returns how many parameters make the output: the last h, or all T."""
+  """Returns the number of parameters in the output: the last h, or all T."""
   all_are_kept = config.algorithm == 'ensemble'  # Figure 2, against Figure 3.
   return config.train.T if all_are_kept else config.train.h
 
 
 def network_name(kind: str, config: ConfigDict) -> str:
-  """Returns what is made of the last h: `'h=3 average'`; `'h=1'` for one."""
+  """Returns the name of a network: such as `'h=3 average'`, or `'h=1'`."""
   h = window(config)
   return 'h=1' if kind == 'last' or h == 1 else f'h={h} {kind}'
 
 
 def describe(config: ConfigDict, shared: bool = False) -> str:
-  """Describes a run in a few lines; or only what the runs of a table share."""
+  """Describes a run in a few lines, or what the runs of a table share."""
   train = config.train
   threats = ', '.join(
     f'{name} {fields.eps:.4g}' for name, fields in threat_table(config).items()
@@ -474,7 +473,7 @@ def describe(config: ConfigDict, shared: bool = False) -> str:
   length = (
     f'a budget of {train.budget:,} gradient evaluations'
     if train.budget
-    else f'r = {train.r:g} epochs in each'
+    else f'r = {train.r:g} epochs each'
   )
   return (
     f'Data {config.data.name}, network {config.model.name}, preset '
@@ -489,8 +488,8 @@ def describe(config: ConfigDict, shared: bool = False) -> str:
 
 
 def validate(config: ConfigDict) -> None:
-  """Raises a UserError that names the first field that is wrong."""
-  from mwrobust import models  # Flax, which a report does without.
+  """Raises a UserError that names the first wrong field."""
+  from mwrobust import models  # Imports Flax, which reports do not need.
 
   _check_fields(config)
   data.check_name(config.data.name, config.data.dir)
@@ -503,7 +502,7 @@ def validate(config: ConfigDict) -> None:
         f'model.options.{option} = {config.model.options[option]!r} is not '
         'allowed: it follows from the data and model.name.'
       )
-  models.create(  # Only to have its name and the names of its options checked.
+  models.create(  # Checks its name and the names of its options.
     config.model.name,
     num_classes=10,
     mean=(0.5,),
@@ -544,14 +543,14 @@ def validate(config: ConfigDict) -> None:
   _check_range(config, 'policy.decay', above=0, highest=1)
   if not all(isinstance(e, int) and e > 0 for e in config.optimizer.drops):
     raise UserError(
-      f'optimizer.drops = {config.optimizer.drops!r} is not allowed: it must '
-      'be epochs, whole numbers above 0.'
+      f'optimizer.drops = {config.optimizer.drops!r} is not allowed: must be '
+      'epochs, integers above 0.'
     )
   _check_threats(config)
   if config.train.h > config.train.T:
     raise UserError(
-      f'train.h = {config.train.h} is more than train.T = {config.train.T}: '
-      'there are not so many parameters to average. Lower h or raise T.'
+      f'train.h = {config.train.h} is more than train.T = {config.train.T}, '
+      'the number of parameters to average. Lower h or raise T.'
     )
   if not config.eval.protocols:
     raise UserError('eval.protocols must name at least one protocol.')
@@ -563,7 +562,7 @@ def validate(config: ConfigDict) -> None:
     config.train.h == 1 or config.algorithm == 'ensemble'
   ):
     raise UserError(
-      "eval.others has 'recalibrated', the average of the last h with other "
+      "eval.others has 'recalibrated', the average of the last h with new "
       "statistics: it needs train.h > 1 and algorithm = 'scalable'."
     )
   make_policy(config)
@@ -605,7 +604,7 @@ def _check_threats(config: ConfigDict) -> None:
 
 
 def _check_fields(config: ConfigDict) -> None:
-  """The config has the fields of `base()`, of the same types, and no others."""
+  """Checks that the config has exactly the fields of `base()`, and types."""
   ours, expected = flatten(config), flatten(base())
   for field, value in ours.items():
     check_field(field)
@@ -659,6 +658,6 @@ def _check_range(
     if math.isfinite(bound)
   ]
   raise UserError(
-    f'{field} = {value!r} is not allowed: it must be finite and '
+    f'{field} = {value!r} is not allowed: must be finite and '
     f'{" and ".join(bounds)}.'
   )

@@ -1,18 +1,18 @@
-"""The one exception that means: the user can fix this."""
+"""The exception for errors that the user can fix."""
 
 import difflib
 from collections.abc import Iterable
 
 
 class UserError(ValueError):
-  """What was wrong, which field and value, and what to do next.
+  """An error that says what is wrong, which field and value, and what to do.
 
-  `mwrobust.main` prints the message without a traceback and exits with 1.
+  The programs print its message without a traceback and exit with code 1.
   """
 
 
 def check_choice(field: str, value: str, choices: Iterable[str]) -> None:
-  """Raises a UserError with a near miss if the value is not a choice.
+  """Raises a UserError that suggests the nearest choice if there is no match.
 
   >>> check_choice('method', 'gredy', ['greedy', 'single'])
   Traceback (most recent call last):
@@ -29,7 +29,7 @@ def check_choice(field: str, value: str, choices: Iterable[str]) -> None:
 
 
 def did_you_mean(value: str, choices: Iterable[str]) -> str:
-  """Returns the question that suggests the nearest choice, '' if none is near.
+  """Returns a question that suggests the nearest choice, or ''.
 
   >>> did_you_mean('Sgd', ['adam', 'sgd'])
   " Did you mean 'sgd'?"

@@ -1,13 +1,13 @@
-"""How robust is your network? Evaluates any JAX function, and writes a page.
+"""How robust is your network? Evaluates any JAX function and writes a page.
 
   python -m mwrobust.evaluate --network=my_package.nets:logits_fn \
     --data=test.npz --linf=8/255 --l2=0.5 --l1=12 --spaces=pixel,dct \
     --output=my_network
 
 `logits_fn` takes float32 images [B, H, W, C] in [0, 1] and returns the logits
-[B, K]; it may also be a pair `(logits_fn, params)`, and then `logits_fn(params,
-images)` is called. test.npz holds the arrays `images` and `labels`. Run the
-same command again to resume an evaluation that was interrupted.
+[B, K]; a pair `(logits_fn, params)` is called as `logits_fn(params, images)`.
+test.npz holds the arrays `images` and `labels`. Run the same command again to
+resume an interrupted evaluation.
 """
 
 import functools
@@ -29,7 +29,7 @@ _ARRAYS = (('images', 'labels'), ('x_test', 'y_test'), ('x', 'y'))
 
 
 def define_flags() -> None:
-  """Defines those of this program; programs that import it have others."""
+  """Defines the flags of this program; programs that import it have others."""
   flags.DEFINE_string(
     'network', None, 'Your function, module:name.', required=True
   )
@@ -53,19 +53,19 @@ def define_flags() -> None:
     'How hard the attacks try; see mwrobust/evaluation/protocols.py.',
   )
   for name, default, lowest, text in (
-    ('examples', 0, 0, 'The first so many images; 0 for all.'),
+    ('examples', 0, 0, 'Use only the first so many images; 0 for all.'),
     (
       'curve_examples',
       100,
       0,
-      'On the first so many, the accuracy as the radii grow; 0 for none.',
+      'Images for the accuracy at growing radii; 0 to skip it.',
     ),
-    ('batch_size', 250, 1, 'At most so many images at once.'),
-    ('seed', 0, 0, 'Of everything random.'),
+    ('batch_size', 250, 1, 'The most images to attack at once.'),
+    ('seed', 0, 0, 'The seed of everything random.'),
   ):
     flags.DEFINE_integer(name, default, text, lower_bound=lowest)
   flags.DEFINE_string(
-    'output', None, 'Folder of the outcomes and the page.', required=True
+    'output', None, 'Folder for the outcomes and the page.', required=True
   )
 
 
@@ -94,7 +94,7 @@ def main(argv: list[str]) -> None:
     curve = None
     if given.curve_examples:
       count = given.curve_examples
-      print('The accuracy as the radii grow:', flush=True)
+      print('Accuracy at growing radii:', flush=True)
       curve = run(
         images[:count],
         labels[:count],
@@ -109,7 +109,7 @@ def main(argv: list[str]) -> None:
 def make_threats(
   radii: dict[str, float | None], names: list[str]
 ) -> list[attacks.Threat]:
-  """Returns each space with each norm that has a radius."""
+  """Returns a threat for each space and each norm that has a radius."""
   radii = {norm: eps for norm, eps in radii.items() if eps is not None}
   if not radii:
     raise UserError('Give at least one radius: --linf=8/255, --l2, --l1.')
@@ -136,7 +136,7 @@ def load_examples(path: str, count: int) -> tuple[np.ndarray, np.ndarray]:
   except Exception as error:  # A damaged archive raises many kinds.
     raise UserError(
       f'--data={path} cannot be read ({error}): it must be an .npz file with '
-      'images and labels, as numpy.savez writes it.'
+      'images and labels, as written by numpy.savez.'
     ) from error
   if not arrays:
     raise UserError(
@@ -146,15 +146,15 @@ def load_examples(path: str, count: int) -> tuple[np.ndarray, np.ndarray]:
   images, labels = map(np.atleast_1d, arrays)
   if count > len(labels):
     raise UserError(
-      f'--examples={count} is more than the {len(labels)} in {path}.'
+      f'--examples={count} is more than the {len(labels)} images in {path}.'
     )
   return (images[:count], labels[:count]) if count else (images, labels)
 
 
 def load_network(text: str) -> tuple[Any, Any]:
-  """Returns the function `module:name` and its parameters, None if it has none.
+  """Returns the function `module:name` and its parameters, or None for them.
 
-  A module in the current folder is found, too.
+  The module may be in the current folder.
   """
   module, name = import_module_of(
     text, f'--network={text}', 'my_package.nets:logits_fn'

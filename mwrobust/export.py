@@ -2,7 +2,7 @@
 
   python -m mwrobust.main --mode=export --workdir=RUN
 
-RUN/export/model.safetensors   the parameters, averaged over the last h
+RUN/export/model.safetensors   the parameters, the average of the last h
 RUN/export/model.json          the model card: config, data, measured figures
 """
 
@@ -30,9 +30,9 @@ def export(
   """Writes the network that the run's algorithm returns, and its model card.
 
   Args:
-    config: that of the run.
-    workdir: of the run.
-    say: prints the paths of what was written.
+    config: the config of the run.
+    workdir: the folder of the run.
+    say: prints the paths of the files.
   """
   config_lib.validate(config)
   refuse_another_run(epath.Path(workdir), config)
@@ -56,7 +56,7 @@ def export(
     for outcomes in evaluations.values()
   ):
     raise UserError(
-      f'{network.name} of the outer steps {steps} is not evaluated yet: type '
+      f'{network.name} of the outer steps {steps} is not evaluated yet: run '
       f'python -m mwrobust.main --mode=eval --workdir={workdir}'
     )
   card = {
@@ -77,7 +77,7 @@ def export(
         part: hashlib.sha256(np.ascontiguousarray(array)).hexdigest()
         for part, array in getattr(job.data, name)._asdict().items()
       }
-      for name in ('train', 'validation')  # The evaluations name theirs.
+      for name in ('train', 'validation')  # The evaluations have their own.
     },
   }
   for path in networks.save(run.workdir / 'export' / 'model', variables, card):
@@ -85,7 +85,7 @@ def export(
 
 
 def _figures(outcomes: Outcomes) -> dict:
-  """Returns what an evaluation measured, and how."""
+  """Returns the figures of an evaluation and its settings."""
   fields = ('name', 'space', 'norm', 'eps', 'clip')
   accuracies = outcomes.accuracies()
   return {

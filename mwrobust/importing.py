@@ -1,4 +1,4 @@
-"""Names of the user's own, `module:name`, imported."""
+"""Imports the user's own modules, given as `module:name`."""
 
 import importlib
 import os
@@ -14,12 +14,12 @@ def import_module_of(
   """Imports the module of `module:name`, also from the current folder.
 
   Args:
-    text: what the user gave.
-    field: what error messages call it, such as `'--network=nets:f'`.
-    example: of what is allowed.
+    text: the text that the user gave.
+    field: its name in error messages, such as `'--network=nets:f'`.
+    example: an example of an allowed text.
 
   Returns:
-    The module, and the name.
+    The module and the name.
   """
   module_name, _, name = text.partition(':')
   if not (module_name and name) or module_name.startswith('.'):

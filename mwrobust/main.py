@@ -1,4 +1,4 @@
-r"""Trains one network to withstand many attacks, and measures it.
+r"""Trains one network to be robust to many attacks, and evaluates it.
 
   python -m mwrobust.main
   python -m mwrobust.main --config=configs/mnist.py:cnn --config.data.dir=DIR
@@ -6,7 +6,7 @@ r"""Trains one network to withstand many attacks, and measures it.
     --config.threats.dct_l2.eps=2
   python -m mwrobust.main --mode=export --workdir=RUN
 
-Run the same command again to resume a run that was interrupted.
+Run the same command again to resume an interrupted run.
 """
 
 import functools
@@ -22,17 +22,18 @@ from mwrobust.training import evaluation, loop
 
 _CONFIG = command_line.define_config(
   'What to run, FILE or FILE:VARIANT,VARIANT. By default '
-  'configs/quickstart.py; for eval and export that of the run in the workdir.'
+  'configs/quickstart.py, or for eval and export the config of the run.'
 )
 _WORKDIR = flags.DEFINE_string(
-  'workdir', None, 'Folder of the results; runs/<config name> by default.'
+  'workdir', None, 'Folder for the results; runs/<config name> by default.'
 )
 _MODE = flags.DEFINE_enum(
   'mode',
   'train',
   ['train', 'eval', 'export'],
-  'train and evaluate; evaluate the run in the workdir, also with other '
-  '--config.eval and --config.threats; or write its network as safetensors.',
+  'train: train and evaluate. eval: evaluate the run in the workdir, also with '
+  'other --config.eval and --config.threats. export: write its network as '
+  'safetensors.',
 )
 
 
@@ -40,18 +41,22 @@ _DISTRIBUTED = flags.DEFINE_enum(
   'distributed',
   'auto',
   ['auto', 'on', 'off'],
-  'Whether this is one process of several. auto finds TPU hosts, SLURM tasks, '
-  f'the flags below and the variables {", ".join(devices.VARIABLES)}.',
+  'Whether this is one of several processes. auto detects TPU hosts, SLURM '
+  f'tasks, the flags below and the variables {", ".join(devices.VARIABLES)}.',
 )
 _COORDINATOR_ADDRESS = flags.DEFINE_string(
-  'coordinator_address', None, 'Of process 0: host:port.'
+  'coordinator_address', None, 'The address of process 0, host:port.'
 )
-_NUM_PROCESSES = flags.DEFINE_integer('num_processes', None, 'Of the job.')
-_PROCESS_ID = flags.DEFINE_integer('process_id', None, 'Of this one, from 0.')
+_NUM_PROCESSES = flags.DEFINE_integer(
+  'num_processes', None, 'The number of processes of the job.'
+)
+_PROCESS_ID = flags.DEFINE_integer(
+  'process_id', None, 'The number of this process, from 0.'
+)
 
 
 def main(argv: list[str]) -> None:
-  """Runs the job, and reports on it."""
+  """Runs the job and reports on it."""
   command_line.no_arguments(argv)
   devices.initialize(
     _DISTRIBUTED.value,
@@ -77,7 +82,7 @@ def main(argv: list[str]) -> None:
 
 
 def default_config(given: dict[str, str]) -> str:
-  """The quickstart, or the config of the run that is there."""
+  """Returns the quickstart, or the config of the run in the workdir."""
   if given.get('mode', 'train') == 'train':
     return str(command_line.CONFIGS / 'quickstart.py')
   if not given.get('workdir'):

@@ -1,4 +1,4 @@
-"""Networks as two files that need neither this project's runs nor Orbax.
+"""Saves and loads networks as two files, without Orbax or a run's folder.
 
   from mwrobust import networks
 
@@ -32,29 +32,29 @@ Variables = Mapping[str, Any]
 def load(
   path: str | os.PathLike, model: type[nn.Module] | None = None
 ) -> tuple[Callable[[Variables, jax.Array], jax.Array], Variables, dict]:
-  """Loads a network that was exported.
+  """Loads an exported network.
 
   Args:
-    path: of its files, without their suffixes.
-    model: the class of the network, if it is a linen module of your own. A card
-      that comes from elsewhere never decides what is imported.
+    path: the path of its files, without their suffixes.
+    model: the class of the network, if it is your own linen module. A card
+      never decides what is imported, because it may come from anyone.
 
   Returns:
     `logits_fn(params, images)`, for float32 images [B, H, W, C] in [0, 1]; its
-    parameters; and the model card, which has the threats and figures.
+    parameters; and the model card with the threats and figures.
   """
   of_tensors, of_card = paths = _paths(path)
   for each in paths:
     if not each.exists():
       raise UserError(
-        f'There is no {each}: give the path of a network without its suffix.'
+        f'There is no {each}: give the path of a network without a suffix.'
       )
   card = json.loads(of_card.read_text())
   fields, spec = card['config']['model'], card['input']
   if ':' in fields['name'] and model is None:
     raise UserError(
-      f'{of_card} is of {fields["name"]}, a module of its own: import that '
-      'class and pass it, networks.load(path, model=...).'
+      f'{of_card} is of {fields["name"]}, which is not part of mwrobust: '
+      'import that class and pass it, networks.load(path, model=...).'
     )
   module = models.create(
     model or fields['name'],
@@ -76,7 +76,7 @@ def _logits(module: Any, params: Variables, images: jax.Array) -> jax.Array:
 def save(
   path: str | os.PathLike, params: Variables, card: Mapping[str, Any]
 ) -> tuple[epath.Path, epath.Path]:
-  """Writes a network and its model card, and returns where."""
+  """Writes a network and its model card, and returns their paths."""
   tensors = {
     jax.tree_util.keystr(path, simple=True, separator='/'): np.asarray(leaf)
     for path, leaf in jax.tree_util.tree_leaves_with_path(params)

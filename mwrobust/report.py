@@ -4,8 +4,8 @@
   python -m mwrobust.report RUN1 RUN2 ... --output=DIR   # a table over runs
   python -m mwrobust.report FOLDER                       # of mwrobust.evaluate
 
-Evaluations of the same network and threats make one page, those in the folders
-that are named and one level below: the first is the main one, one with several
+All evaluations in the named folders and one level below, of the same network
+and threats, make one page: the first is the main one, and one with several
 radii is the curve.
 """
 
@@ -22,8 +22,8 @@ def define_flags() -> None:
   flags.DEFINE_string(
     'output',
     None,
-    'Folder of the report; the first one named, or runs/report for several '
-    'runs.',
+    'Folder for the report; by default the first one named, or runs/report '
+    'for several runs.',
   )
   flags.DEFINE_enum(
     'split',
@@ -34,7 +34,7 @@ def define_flags() -> None:
 
 
 def main(argv: list[str]) -> None:
-  """Reports on the runs or evaluations that are named."""
+  """Reports on the named runs or evaluations."""
   if not argv:
     raise UserError(
       'Name the workdir of a run, or the folder of an evaluation.'
@@ -56,8 +56,8 @@ def main(argv: list[str]) -> None:
   protocols = [each for each in found if len(each.settings['radii']) == 1]
   if not protocols or len(curves) > 1:
     raise UserError(
-      f'{", ".join(argv)}: name at least one evaluation at the radii '
-      'themselves, and at most one curve.'
+      f'{", ".join(argv)}: name at least one evaluation with a single radius, '
+      'and at most one curve.'
     )
   reporting.write(protocols, output or argv[0], *curves)
 

@@ -1,4 +1,4 @@
-r"""Makes a table: runs what is missing, then writes it as .md, .html and .json.
+r"""Makes a table: runs what is missing, then writes .md, .html and .json.
 
   python -m mwrobust.reproduce --table=maini --config.data.dir=DIR --dry_run
   python -m mwrobust.reproduce --table=maini --config.data.dir=DIR \
@@ -8,8 +8,8 @@ r"""Makes a table: runs what is missing, then writes it as .md, .html and .json.
     --methods=multiplicative_weights,round_robin
 
 Runs go to `runs/reproduce/<config>/<method>-seed<n>` and serve every table that
-needs them. After a kill, the same command resumes. Started twice, on two cores
-or on two machines with a common folder, the processes share the runs.
+needs them. After a kill, the same command resumes. Start it twice, on two cores
+or on two machines with a shared folder, and the processes divide the runs.
 """
 
 import functools
@@ -35,31 +35,31 @@ from mwrobust.runtime import devices
 def define_flags() -> None:
   """Defines the flags of this program; programs that import it have others."""
   command_line.define_config(
-    'What all runs share; by default the file of the setting of the table.'
+    'The config that all runs share; by default that of the table.'
   )
   flags.DEFINE_enum(
-    'table', None, list(TABLES), 'Which one to make; without it, lists them.'
+    'table', None, list(TABLES), 'The table to make; without it, lists them.'
   )
   flags.DEFINE_list(
-    'seeds', ['0'], 'Of the runs of each method: 0,1,2. Some need the first.'
+    'seeds', ['0'], 'Seeds of each method: 0,1,2. Some use only the first.'
   )
   flags.DEFINE_list(
     'seeds_for',
     [],
-    'The methods that get all of the seeds, the others the first one; none '
-    'for all methods.',
+    'The methods that get all seeds, while the others get the first one; by '
+    'default all methods.',
   )
   flags.DEFINE_list(
-    'methods', [], 'Only these of its methods: multiplicative_weights,...'
+    'methods', [], 'Only these methods of the table: multiplicative_weights,...'
   )
   flags.DEFINE_string(
-    'workdir', 'runs/reproduce', 'Folder of the runs and the tables.'
+    'workdir', 'runs/reproduce', 'Folder for the runs and the tables.'
   )
   flags.DEFINE_string(
     'output',
     None,
-    'Where the table goes, as OUTPUT.md, .html and .json; beside its runs by '
-    'default.',
+    'Where to write the table, as OUTPUT.md, .html and .json; by default '
+    'beside its runs.',
   )
   flags.DEFINE_bool(
     'dry_run', False, 'Only list the runs, with their cost and the time left.'
@@ -67,7 +67,7 @@ def define_flags() -> None:
 
 
 def main(argv: list[str]) -> None:
-  """Plans, runs what is missing, writes the table."""
+  """Plans the runs, makes the missing ones and writes the table."""
   command_line.no_arguments(argv)
   given = flags.FLAGS
   if given.table is None:
@@ -105,9 +105,9 @@ def seeds_by_method(
   """Returns the seeds of each method.
 
   Args:
-    table: its methods.
-    words: the seeds.
-    several: the methods that get all of them; all if none is named.
+    table: the table, with its methods.
+    words: the seeds, as given on the command line.
+    several: the methods that get all seeds; by default all that use several.
   """
   if not words or not all(word.isdecimal() for word in words):
     raise UserError(f'--seeds={",".join(words)} must be numbers: 0,1,2.')
@@ -123,7 +123,7 @@ def seeds_by_method(
 
 
 def default_config(given: dict[str, str]) -> str:
-  """Returns the file of the setting of the table."""
+  """Returns the config file of the table."""
   table = TABLES.get(given.get('table', ''), TABLES['mnist'])
   return str(command_line.CONFIGS / table.config)
 

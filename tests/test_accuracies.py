@@ -55,7 +55,7 @@ def test_another_network_or_data_are_not_the_papers(fields, words, tmp_path):
   ],
 )
 def test_other_threats_are_not_the_papers(threats, tmp_path):
-  """Those of the evaluation count, not those of training."""
+  """The threats of the evaluation count, not those of training."""
   outcomes = make_outcomes(threats, **about())
   run = reporting.load(make_run(tmp_path / 'run', [outcomes]))
   assert 'threats pixel_linf 0.4' in accuracies.unlike_the_paper(run)
@@ -133,4 +133,4 @@ def test_columns_and_rows_can_be_chosen(tmp_path):
   )
   assert 'h=2' not in text
   assert 'union |' not in text
-  assert text.count('| dct_l1') == 3  # Two protocols, and beside the paper.
+  assert text.count('| dct_l1') == 3  # Two protocols, and with the paper.

@@ -17,7 +17,7 @@ KEY = jax.random.key(0)
 RNG = np.random.default_rng(0)
 SHAPE = (8, 8, 1)
 IMAGES = RNG.uniform(size=(6, *SHAPE)).astype(np.float32)
-BINARY = (IMAGES > 0.5).astype(np.float32)  # Where the box is most in the way.
+BINARY = (IMAGES > 0.5).astype(np.float32)  # At the bounds of the box.
 LABELS = RNG.integers(0, 5, size=6).astype(np.int32)
 IDS = np.arange(10, 16)
 WEIGHTS = RNG.normal(size=(64, 5)).astype(np.float32)
@@ -36,7 +36,7 @@ def curved(images):
 
 
 def rises(images):
-  """Two classes; the loss of class 1 rises with image @ SLOPE."""
+  """Returns logits whose loss of class 1 rises with image @ SLOPE."""
   rise = images.reshape(len(images), -1) @ SLOPE
   return jnp.stack([rise, jnp.zeros_like(rise)], axis=1)
 
@@ -52,14 +52,14 @@ def perturb(
 
 
 def climb(pairs, images, **more):
-  """What msd makes of images whose loss rises with image @ SLOPE."""
+  """Returns msd's images for a loss that rises with image @ SLOPE."""
   found = perturb('msd', pairs, rises, images, np.ones(6, np.int32), **more)
   return np.asarray(found.images, np.float64)
 
 
 @functools.cache
 def each_by_itself():
-  """What each of the six attacks makes of the batch, [k, B, ...]."""
+  """Returns the images of each of the six attacks, [k, B, ...]."""
   switch = jax.jit(functools.partial(attacks.make_switch(PAIRS), curved))
   return np.stack(
     [switch(jnp.int32(i), KEY, IMAGES, LABELS, IDS, 0.5) for i in range(K)]
@@ -67,7 +67,7 @@ def each_by_itself():
 
 
 def distances(threat, before, after):
-  """The norms of what was added, in the threat's space."""
+  """Returns the norms of the perturbations in the threat's space."""
   return np.asarray(attacks.distance(threat, before, jnp.float32(after)))
 
 
@@ -145,12 +145,12 @@ def test_k_threats_compile_one_gradient(kind):
 
 
 def best_in_pixels(image, norm, eps):
-  """max SLOPE @ d in the ball and in [0, 1]: closed forms, in float64."""
+  """Returns max SLOPE @ d in ball and [0, 1], closed form in float64."""
   slope, image = SLOPE.astype(np.float64), image.ravel()
   room, size = np.where(slope > 0, 1.0 - image, image), np.abs(slope)
   if norm == 'linf':
     return np.sum(size * np.minimum(eps, room))
-  if norm == 'l1':  # The steepest pixels first, as far as they can go.
+  if norm == 'l1':  # The steepest pixels first, each up to its bound.
     order = np.argsort(-size)
     left = eps - np.append(0, np.cumsum(room[order])[:-1])
     return np.sum(size[order] * np.clip(left, 0, room[order]))
@@ -163,7 +163,7 @@ def best_in_pixels(image, norm, eps):
 
 
 def best_in_dct(threat):
-  """The same in the DCT, far from 0 and 1: eps times the dual norm."""
+  """Returns the same in the DCT, far from 0 and 1: eps x the dual norm."""
   slope = attacks.SPACES['dct'].forward(SLOPE.reshape(SHAPE))
   dual = {'linf': 1, 'l2': 2, 'l1': np.inf}[threat.norm]
   return threat.eps * np.linalg.norm(np.ravel(slope), dual)
@@ -231,9 +231,9 @@ def test_msd_reaches_the_largest_optimum_across_spaces(leader):
 
 
 def least_dct_l1(before, after):
-  """The l1 norm of the shortest DCT perturbation whose clipped image it is.
+  """Returns the least l1 norm of a DCT perturbation with this clipped image.
 
-  A pixel at 0 or 1 may have been anywhere beyond. A linear program finds where.
+  A pixel at 0 or 1 may have been beyond. A linear program finds out by how far.
   """
   basis = scipy.fft.dctn(
     np.eye(64).reshape(64, 8, 8), axes=(1, 2), norm='ortho'
@@ -257,7 +257,7 @@ def test_msd_stays_in_the_union_of_the_sets(clip):
   linf, l2, l1 = attacks.six_threats(0.11, 0.7, 3.2, clip)[:3]
   dct_l1 = attacks.Threat(space='dct', norm='l1', eps=2.6, clip=clip)
   threats = linf, l2, l1, dct_l1
-  images = 0.1 + 0.8 * IMAGES  # Some pixels are clipped, and not all.
+  images = 0.1 + 0.8 * IMAGES  # Some pixels are clipped, but not all.
   pairs = [(threat, attacks.pgd(10)) for threat in threats]
   for scale in (1.0, 0.5):
     found = perturb('msd', pairs, curved, images, LABELS, scale=scale).images
@@ -272,7 +272,7 @@ def test_msd_stays_in_the_union_of_the_sets(clip):
     radii = scale * np.array([[threat.eps] for threat in threats])
     shares = np.array(lengths) / radii
     assert (shares.min(axis=0) <= 1.001).all()
-    assert (shares.min(axis=0) >= 0.9).all()  # Each goes to the border.
+    assert (shares.min(axis=0) >= 0.9).all()  # Each is near the border.
     assert len(set(shares.argmin(axis=0))) > 1  # Of more than one threat.
 
 
@@ -313,12 +313,12 @@ def test_msd_has_as_many_steps_as_the_longest_attack():
 
 
 def test_msd_with_three_channels_and_without_a_slope():
-  """Where the loss has no slope, the images stay where they are, finite."""
+  """Checks that images without a gradient stay as they are, and finite."""
   images = RNG.uniform(size=(6, 8, 8, 3)).astype(np.float32)
   labels = np.zeros(6, np.int32)
   slope = np.tile(SLOPE, 3)
 
-  def logits_fn(images):  # Two classes; black images have no slope.
+  def logits_fn(images):  # Two classes; black images have no gradient.
     rise = images.reshape(len(images), -1) @ slope
     return jnp.stack(
       [jnp.zeros_like(rise), jnp.maximum(jnp.abs(rise) - 0.1, 0)], axis=1
@@ -340,7 +340,7 @@ def test_msd_needs_gradients():
     adversaries.make_adversary('msd', pairs)
 
 
-# -------------------------------------------------- what all of them must hold
+# ------------------------------------------------- properties of all of them
 
 
 @pytest.mark.parametrize('kind', ['one', 'max', 'avg', 'msd'])
@@ -384,7 +384,7 @@ def test_costs_are_in_gradient_evaluations():
   }
   expected = {
     'one': [10, 10, 20, 10, 10, 20],
-    'max': [80 + 6 / 3] * 6,  # And a forward pass for each of the six.
+    'max': [80 + 6 / 3] * 6,  # With a forward pass for each of the six.
     'avg': [80] * 6,
     'msd': [20 * (1 + 6 / 3)] * 6,
     'none': [0] * 6,

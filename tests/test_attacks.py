@@ -21,12 +21,12 @@ KEY = jax.random.key(0)
 SHAPE = (8, 8, 1)
 RNG = np.random.default_rng(0)
 IMAGES = RNG.uniform(size=(6, *SHAPE)).astype(np.float32)
-BINARY = (IMAGES > 0.5).astype(np.float32)  # Where the box is most in the way.
+BINARY = (IMAGES > 0.5).astype(np.float32)  # At the bounds of the box.
 LABELS = RNG.integers(0, 5, size=6).astype(np.int32)
 WEIGHTS = RNG.normal(size=(64, 5)).astype(np.float32)
 EPS = (0.3, 1.0, 4.0)
 SIX = attacks.six_threats(*EPS)
-# The paper's attacks of training: PGD, and SLIDE for l1.
+# The paper's training attacks: PGD, and SLIDE for l1.
 TRAIN = {
   'linf': attacks.pgd(10),
   'l2': attacks.pgd(10),
@@ -34,7 +34,7 @@ TRAIN = {
 }
 PAIRS = [(threat, TRAIN[threat.norm]) for threat in SIX]
 EACH_OF_SIX = pytest.mark.parametrize('threat', SIX, ids=lambda t: t.name)
-# One of every kind, quick to run.
+# One of every kind, fast to run.
 KINDS = {
   'pgd': attacks.pgd(5),
   'slide': attacks.slide(5),
@@ -50,7 +50,7 @@ CLIMBS = (
   'momentum',
   'apgd',
   'apgd-t',
-)  # A switch over them is quick.
+)  # A switch over them is fast.
 ORD = {'linf': np.inf, 'l2': 2, 'l1': 1}
 DUAL = {'linf': 1, 'l2': 2, 'l1': np.inf}
 DCT_BASIS = scipy.fft.dctn(
@@ -77,14 +77,14 @@ def climbs(images):
 
 
 def run(attack, logits_fn, images, labels, ids=None, key=KEY, **more):
-  """Runs a made attack inside jit."""
+  """Runs an attack inside jit."""
   return jax.jit(functools.partial(attack, logits_fn))(
     key, images, labels, ids, **more
   )
 
 
 def run_each(pairs, logits_fn, images, labels, scale=1.0, details=False):
-  """What each pair makes of the batch, compiled once."""
+  """Returns the result of each pair for the batch, compiled once."""
   switch = attacks.make_switch(pairs, details=details)
   switch = jax.jit(functools.partial(switch, logits_fn))
   return [
@@ -94,7 +94,7 @@ def run_each(pairs, logits_fn, images, labels, scale=1.0, details=False):
 
 
 def of_every_kind(threats):
-  """Each threat with each climb, and FAB and Square for one of each norm."""
+  """Returns each threat with each climb, and FAB and Square once per norm."""
   climbs = [(threat, KINDS[kind]) for threat in threats for kind in CLIMBS]
   by_norm = {threat.norm: threat for threat in threats}.values()
   others = [
@@ -104,7 +104,7 @@ def of_every_kind(threats):
 
 
 def length_in_ball(threat, before, after):
-  """The norm of what was added, in the threat's space, in float64."""
+  """Returns the norm of the perturbation in the threat's space, in float64."""
   to_space = jax.vmap(spaces.get(threat.space).forward)
   with jax.enable_x64(True):
     before, after = (
@@ -118,9 +118,9 @@ def length_in_ball(threat, before, after):
 
 
 def test_pgd_reaches_the_optimum_of_a_linear_model():
-  # The paper's steps are 2.5 radii long in all. From a random start on the
-  # border that turns an l2 perturbation to within some 12 degrees of the best,
-  # 0.975 of the optimum; from the centre, or with 5 radii, all the way.
+  # The paper's steps are 2.5 radii long in total. From a random start on the
+  # border they turn an l2 perturbation to within some 12 degrees of the best,
+  # 0.975 of the optimum; from the centre, or with 5 radii, they reach it.
   six = attacks.six_threats(0.03, 0.1, 0.4)
   steps = {'linf': 40, 'l2': 40, 'l1': 100}
   pairs = [
@@ -152,12 +152,12 @@ def test_pgd_reaches_the_optimum_of_a_linear_model():
 
 
 def best_in_pixels(slope, image, norm, eps):
-  """max slope @ d in the ball and in [0, 1]: closed forms, in float64."""
+  """Returns max slope @ d in ball and [0, 1], closed form in float64."""
   room = np.where(slope > 0, 1.0 - image, image)
   size = np.abs(slope).astype(np.float64)
   if norm == 'linf':
     return np.sum(size * np.minimum(eps, room))
-  if norm == 'l1':  # The steepest pixels first, as far as they can go.
+  if norm == 'l1':  # The steepest pixels first, each up to its bound.
     order = np.argsort(-size)
     left = eps - np.append(0, np.cumsum(room[order])[:-1])
     return np.sum(size[order] * np.clip(left, 0, room[order]))
@@ -172,7 +172,7 @@ def best_in_pixels(slope, image, norm, eps):
 
 
 def best_in_ball_and_box(slope, image, norm, eps):
-  """The same in the DCT, as a linear program."""
+  """Returns the same in the DCT, by a linear program."""
   if norm == 'l2':
     return best_in_pixels(slope, image, norm, eps)  # A rotated ball is a ball.
   box = list(zip(-image, 1 - image, strict=True))
@@ -229,13 +229,13 @@ def test_apgd_reaches_the_optimum_of_a_strict_threat():
       optimum = (
         best_in_pixels if threat.space == 'pixel' else best_in_ball_and_box
       )(WEIGHTS[:, 0], image, threat.norm, threat.eps)
-      # Ten rounds of Dykstra's leave a little of the radius unused.
+      # Ten rounds of Dykstra's algorithm leave a little of the radius unused.
       assert gain >= 0.98 * optimum, threat
       assert gain <= optimum * (1 + 1e-3), threat
 
 
 def test_a_sparse_step_leaves_pixels_that_are_at_an_edge():
-  """Else it would not get further than the few that it takes at once."""
+  """Checks that it moves more pixels than one step takes at once."""
   threat = attacks.Threat(norm='l1', eps=12.0)
   attack = attacks.make_attack(
     threat, attacks.slide(100, loss='margin', random_start=False)
@@ -248,7 +248,7 @@ def test_a_sparse_step_leaves_pixels_that_are_at_an_edge():
 
 
 def test_every_iterate_uses_the_whole_radius_in_ball_and_box():
-  """No rescaling after a clip: l2 and l1 end at the border of the ball."""
+  """Checks that l2 and l1 end at the border of the ball after a clip."""
   for threat in SIX[1:3]:
     attack = dataclasses.replace(TRAIN[threat.norm], loss='margin')
     made = attacks.make_attack(threat, attack)
@@ -261,7 +261,7 @@ def test_every_iterate_uses_the_whole_radius_in_ball_and_box():
 
 
 def apgd_in_numpy(slopes, start, steps, eps, norm):
-  """AutoAttack's loop for the loss -sum((x - c)^2 s), in float64."""
+  """Runs AutoAttack's loop for the loss -sum((x - c)^2 s), in float64."""
   centre, curvature = slopes
 
   def loss_and_gradient(x):
@@ -385,7 +385,7 @@ def test_apgd_follows_autoattacks_loop(norm):
 
 
 def test_apgd_adapts_its_sparsity_by_hand():
-  """l1: each check sets the support over 1.5; one that shrank starts again."""
+  """Checks l1: `keep` is the support / 1.5; if it shrank, the step is reset."""
   ball, eps = geometry.Ball(norms.L1), 2.0
   free = jnp.full(10, jnp.inf)
   domain = geometry.Domain(jnp.zeros(10), -free, free)
@@ -443,7 +443,7 @@ def test_apgd_restarts_from_its_best_in_the_next_smaller_ball():
 @pytest.mark.parametrize('norm', ['linf', 'l2', 'l1'])
 @pytest.mark.parametrize('space', ['pixel', 'dct'])
 def test_fab_finds_the_nearest_point_of_a_linear_boundary(norm, space):
-  """Within 1 %, with a box in the way: just above that it fools, not below."""
+  """Checks that it finds the boundary within 1 %, also with a box."""
   slope = WEIGHTS[:, 0].astype(np.float64)
   if space == 'pixel':
     images = IMAGES
@@ -499,7 +499,7 @@ def test_square_lowers_the_margin(threat):
 
 
 def test_square_reaches_the_last_row_and_column():
-  """It fools a network that looks at the last pixel only."""
+  """Checks that it fools a network that only uses the last pixel."""
 
   def logits_fn(images):
     return jnp.stack([images[:, -1, -1, 0], jnp.full(len(images), 0.6)], axis=1)
@@ -531,8 +531,8 @@ def test_returns_images_in_the_set(clip):
 
 def test_a_network_hides_outside_of_the_box_from_a_clip_at_the_end():
   def trap(images):
-    # To be fooled, pixels must rise to 0.24 on average. Below 0, falling seems
-    # to help more, but is clipped away.
+    # To fool it, pixels must rise to 0.24 on average. Below 0, falling seems to
+    # help more, but is clipped away.
     seen = jnp.where(images < 0, -5 * images, images)
     dark = jnp.full(len(images), 0.24)
     return jnp.stack([dark, seen.mean((1, 2, 3))], axis=1)
@@ -543,7 +543,7 @@ def test_a_network_hides_outside_of_the_box_from_a_clip_at_the_end():
   for threat, attack, stands in (
     (end, attacks.pgd(10), True),
     (inside, attacks.pgd(10), False),
-    # The set is the same: only the paper's attacks look outside of [0, 1].
+    # The set is the same: only the paper's attacks go outside [0, 1].
     (end, attacks.apgd(10), False),
     (end, attacks.fab(10, targets=1), False),
     (end, attacks.square(1000), False),
@@ -632,7 +632,7 @@ def test_degenerate_models_give_images():
 
 
 def test_a_network_that_answers_nan_is_fooled():
-  """Where a pixel is above 0.6, and only there."""
+  """Fools the network where a pixel is above 0.6, and only there."""
 
   def logits_fn(images):
     rise = jnp.max(images, axis=(1, 2, 3))
@@ -642,7 +642,7 @@ def test_a_network_that_answers_nan_is_fooled():
   images = np.full((6, *SHAPE), 0.5, np.float32)
   for attack in (*KINDS.values(), attacks.pgd(5, restarts=2)):
     if attack in (KINDS['pgd'], KINDS['slide']):
-      continue  # Their last iterate is the result, whatever it does.
+      continue  # Their result is the last iterate, fooling or not.
     made = attacks.make_attack(SIX[0], attack)
     found = run(made, logits_fn, images, CLIMB_LABELS)
     assert jnp.isnan(logits_fn(found)).any(axis=1).all(), attack
@@ -660,7 +660,7 @@ def test_a_tiny_gradient_is_as_good_as_any():
 
 
 def test_the_scale_of_the_logits_does_not_stop_a_climb():
-  """At 1e6 the cross entropy rounds to 0, at 1e-9 to log K."""
+  """Scales logits: at 1e6 the cross entropy rounds to 0, at 1e-9 to log K."""
   labels = np.argmax(curved(IMAGES), axis=1).astype(np.int32)
   attack = attacks.make_attack(
     attacks.Threat(norm='l2', eps=0.2), attacks.apgd(10, radii=(1,))
@@ -677,7 +677,7 @@ def test_the_scale_of_the_logits_does_not_stop_a_climb():
   plain = gain(1.0)
   assert plain > 0.3
   assert gain(1e6) > 0.8 * plain
-  # There the climb is of the mean of the other logits, not of the largest.
+  # There the climb is of the mean of the other logits, not the largest.
   assert gain(1e-9) > 0.5 * plain
 
 
@@ -696,14 +696,14 @@ def own_rotation():
 
 
 def own_curve():
-  """Not linear: brightness as the eye sees it, roughly."""
+  """Returns a nonlinear space: roughly, perceived brightness."""
   return spaces.Space(
     'gamma', lambda image: jnp.sqrt(image + 1e-3), lambda z: z * z - 1e-3
   )
 
 
 def own_frame():
-  """More coefficients than pixels: a picture of the image, twice."""
+  """Returns a space with more coefficients than pixels: the image twice."""
   return spaces.Space(
     'frame', lambda x: jnp.stack([x, x]), lambda z: (z[0] + z[1]) / 2
   )
@@ -973,7 +973,7 @@ def test_same_success_at_any_batch_size_place_and_padding(trained, digits):
   answer = jax.jit(trained)
 
   def success(rows):
-    """Who is fooled, [pair, row]."""
+    """Returns which examples are fooled, [pair, row]."""
     return np.stack(
       [
         answer(
@@ -1235,8 +1235,8 @@ def test_bad_threats_are_refused(field, value, allowed):
     (attacks.pgd, 'random_start', 1, 'True or False'),
     (attacks.pgd, 'restarts', 0, 'integer >= 1'),
     (attacks.pgd, 'loss', 'mse', "'ce', 'margin', 'dlr'"),
-    (attacks.pgd, 'radii', (), 'last is 1'),
-    (attacks.apgd, 'radii', (1, 2), 'last is 1'),
+    (attacks.pgd, 'radii', (), 'numbers >= 1'),
+    (attacks.apgd, 'radii', (1, 2), 'numbers >= 1'),
     (attacks.apgd, 'radii', (0.5, 1), 'numbers >= 1'),
     (attacks.apgd, 'targets', -1, 'integer >= 0'),
     (attacks.fab, 'targets', 0, 'integer >= 1'),
@@ -1252,13 +1252,13 @@ def test_bad_attacks_are_refused(make, field, value, allowed):
 
 
 def test_other_refusals():
-  with pytest.raises(ValueError, match=r'restarts=2.*every start is the same'):
+  with pytest.raises(ValueError, match=r'restarts=2.*random_start'):
     attacks.pgd(10, random_start=False, restarts=2)
   with pytest.raises(ValueError, match=r"'strict'.*orthonormal.*'gamma'"):
     attacks.Threat(space=OWN['gamma'], norm='l2', eps=1.0, clip='strict')
-  with pytest.raises(ValueError, match=r'threats=.*at least one'):
+  with pytest.raises(ValueError, match=r'threats=\[\]'):
     attacks.make_switch([])
-  with pytest.raises(ValueError, match=r"'pixel_linf'.*must be a Threat"):
+  with pytest.raises(ValueError, match=r"threats.*'pixel_linf'.*Threat"):
     attacks.make_switch(['pixel_linf'], attacks.pgd(10))
   with pytest.raises(ValueError, match=r'Threat.*attacks\.pgd'):
     attacks.make_switch(SIX)
@@ -1396,7 +1396,7 @@ def test_an_attack_that_does_not_move_says_so():
     assert found.stuck.tolist() == [True] * 3 + [False] * 3, pair
 
 
-# Attack: (gradients, forwards) if the network is never fooled; if it always is.
+# Attack: (gradients, forwards) if never fooled, and if always fooled.
 SPENT = {
   attacks.pgd(5): ((5, 0), (5, 0)),
   attacks.slide(5, restarts=3): ((15, 3), (15, 3)),

@@ -33,7 +33,7 @@ def test_average_of_one_is_itself():
 
 
 def test_average_rounds_half_precision_once():
-  # Added up in bfloat16, 256 + 1 + 1 would stay at 256.
+  # Summed in bfloat16, 256 + 1 + 1 would stay at 256.
   leaves = [jnp.array(x, jnp.bfloat16) for x in (256, 1, 1)]
   result = averaging.average(leaves)
   assert result.dtype == jnp.bfloat16
@@ -53,7 +53,7 @@ def test_average_refuses_trees_of_other_shapes():
 
 
 def linear_members(scale):
-  """H linear models and images, with logits of about the given scale."""
+  """Returns H linear models and images, with logits of about this scale."""
   rng = np.random.default_rng(1)
   images = rng.uniform(size=(4, 2, 2, 1)).astype(np.float32)
   kernels = (scale * rng.normal(size=(H, 4, 5))).astype(np.float32)
@@ -62,7 +62,7 @@ def linear_members(scale):
 
 
 def log_mean_softmax(kernels, images):
-  """The ensemble's logits [B, K], and each member's softmax [H, B, K]."""
+  """Returns the ensemble's logits [B, K] and the softmaxes [H, B, K]."""
   logits = np.float64(images).reshape(len(images), -1) @ np.float64(kernels)
   logits -= logits.max(axis=-1, keepdims=True)
   log_p = logits - np.log(np.exp(logits).sum(axis=-1, keepdims=True))

@@ -45,7 +45,7 @@ def open_in(tmp_path):
 
 
 def after(start, t, step=None):
-  """A state after t outer steps, every array of it telling."""
+  """Returns a state after t outer steps, whose arrays all depend on t."""
   moved = jax.tree.map(
     lambda x: x + t if jnp.issubdtype(x.dtype, jnp.floating) else x, start
   )
@@ -112,7 +112,7 @@ def test_another_network_is_told_by_leaf_and_shapes(start, open_in, tmp_path):
   ):
     with pytest.raises(UserError, match=expected):
       read()
-  # It is not broken, and nobody has put it aside.
+  # It is not damaged, and was not put aside.
   assert_same(open_in().restore(start, print), after(start, 1))
 
 
@@ -130,7 +130,7 @@ def test_the_furthest_state_is_restored(start, open_in, tmp_path):
   assert_same(open_in().restore(start, print), after(start, 1, step=17))
   checkpoints.save(after(start, 2))
   assert_same(open_in().restore(start, print), after(start, 2))
-  assert os.listdir(tmp_path) == ['checkpoints']  # The other is not needed.
+  assert os.listdir(tmp_path) == ['checkpoints']  # The other is removed.
 
 
 def damage(folder: pathlib.Path, how):
@@ -191,7 +191,7 @@ def test_a_damaged_newest_is_passed_over_and_made_again(
   checkpoints = open_in()
   assert_same(checkpoints.restore(start, told.append), after(start, 1))
   assert 'checkpoints/2 cannot be read' in told[0]
-  assert 'checkpoints/2; it is now' in told[1]
+  assert 'checkpoints/2, which was moved to' in told[1]
   (aside,) = (tmp_path / 'put_aside').iterdir()
   assert aside.name.startswith('checkpoints-2-')
   checkpoints.save(after(start, 2))
@@ -254,11 +254,11 @@ def test_a_full_disk_is_told_and_the_last_checkpoint_stays(
   monkeypatch.setattr(checkpoints._outer, 'save', full)
   with pytest.raises(UserError, match=r'No space left.*Free some space'):
     checkpoints.save(after(start, 2))
-  # Its threads have nothing to add.
+  # Its threads print nothing more.
   sys.unraisablehook(types.SimpleNamespace(exc_value=OSError('and again')))
   assert capsys.readouterr().err == ''
   assert_same(open_in().restore(start, print), after(start, 1))
-  # When it is closed, the hooks are what they were.
+  # Closing restores the hooks.
   checkpoints.close()
   assert threading.excepthook is threading.__excepthook__
   assert sys.unraisablehook is sys.__unraisablehook__
@@ -272,7 +272,7 @@ def test_a_lost_outer_step_is_made_again_before_what_came_after_it(
     checkpoints.save(after(start, t))
   checkpoints.save_interrupted(after(start, 3, step=35))
   damage(tmp_path / 'checkpoints' / '3', truncate)
-  for _ in range(2):  # Also if it is killed before it has made it again.
+  for _ in range(2):  # Also if it is killed before it trained it again.
     assert_same(open_in().restore(start, print), after(start, 2))
   checkpoints = open_in()
   checkpoints.save_interrupted(after(start, 2, step=25))

@@ -65,11 +65,11 @@ def test_tuples_may_be_written_with_commas(text, expected):
 
 
 def test_the_flags_of_a_config_are_fractions_and_tuples(tmp_path):
-  # Only refused when the whole config is checked, so all of it was read.
+  # Refused only when the whole config is checked, so all of it was read.
   result = start(
     'main',
     f'--workdir={tmp_path}/run',
-    '--config=configs/mnist.py:cnn',  # Ours, as this folder has no configs.
+    '--config=configs/mnist.py:cnn',  # From the package.
     '--config.threats.only=pixel_linf,dct_l1',
     '--config.eval.protocols=standard,paper',
     '--config.model.options.features=8,16',

@@ -114,7 +114,7 @@ def test_bit_identical_to_the_plain_gradient(name):
   found = np.asarray(jax.jit(fast(plain))(IMAGES))
   assert np.abs(expected).max() > 0
   if name in ('scan', 'cond', 'all'):
-    # The plain one has convolutions in a loop, so its slow kernel's rounding.
+    # The plain one has the rounding of the slow kernel inside a loop.
     np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
   else:
     assert (found == expected).all()
@@ -186,13 +186,12 @@ def test_only_fast_forms_are_left_of_a_switch():
 
 
 def test_xla_still_needs_this_module():
-  # If this fails, XLA brings convolutions inside of loops into the fast form
-  # by itself: delete mwrobust/attacks/convolutions.py and evaluate gradients
-  # plainly.
+  # If this fails, XLA itself makes convolutions inside loops fast: delete
+  # mwrobust/attacks/convolutions.py and evaluate gradients directly.
   plain = gradient_of(NETWORKS['plain'])
   assert 'b01f_01oi->b01f' not in kernel_forms(plain)
   assert 'b01f_01oi->b01f' in kernel_forms(in_a_loop(plain))
-  # Without a gradient, too, where the model is NCHW.
+  # Also without a gradient if the model is NCHW.
   forward = NETWORKS['nchw']
   looped = in_a_loop(lambda x: forward(x).transpose(0, 2, 3, 1))
   assert kernel_forms(looped) == {'bf01_oi01->bf01'}
@@ -222,7 +221,7 @@ def test_unknown_primitives_are_left_as_they_are():
 
 
 def _attack_gradient(x):
-  """The gradient of an NCHW network, as an attack evaluates it."""
+  """Returns the gradient of an NCHW network as attacks evaluate it."""
   traced = jax.make_jaxpr(jax.grad(lambda x: nchw(x).sum()))(x)
   return convolutions.eval_jaxpr(traced.jaxpr, traced.consts, x)[0]
 
@@ -241,7 +240,7 @@ _eval_eqn = convolutions._eval_eqn
 @pytest.mark.parametrize(
   ('name', 'other'),
   [
-    ('_KNOWN', {'padding'}),  # As if a new parameter had come.
+    ('_KNOWN', {'padding'}),  # As if JAX had a new parameter.
     ('_fast_form', lambda ndim: None),
     ('_eval_eqn', _drop_a_result),
     ('_eval_eqn', _change_a_shape),

@@ -1,4 +1,4 @@
-"""Data sets: what is read is what was published, and each error says so."""
+"""Tests that data sets are read as published, and that errors say why not."""
 
 import collections
 import csv
@@ -47,7 +47,7 @@ def assert_split_equal(found, expected):
 
 
 def publish(monkeypatch, name, files):
-  """Makes these contents the published ones."""
+  """Replaces the published files by these contents."""
   table = {
     file: (len(content), hashlib.md5(content).hexdigest())
     for file, content in files.items()
@@ -57,7 +57,7 @@ def publish(monkeypatch, name, files):
 
 @pytest.fixture
 def mnist(tmp_path, monkeypatch):
-  """A folder with a tiny MNIST, and what is in it."""
+  """Returns a folder with a tiny MNIST, and its contents."""
   rng = np.random.default_rng(0)
   train, test = (random_split(rng, count, (28, 28, 1)) for count in (20, 7))
   files = {}
@@ -80,7 +80,7 @@ def mnist(tmp_path, monkeypatch):
 
 @pytest.fixture
 def cifar10(tmp_path, monkeypatch):
-  """A folder with a tiny CIFAR-10 archive, and what is in it."""
+  """Returns a folder with a tiny CIFAR-10 archive, and its contents."""
   rng = np.random.default_rng(1)
   names = [*(f'data_batch_{i}.bin' for i in range(1, 6)), 'test_batch.bin']
   splits = [random_split(rng, 4, (32, 32, 3)) for _ in names]
@@ -108,7 +108,7 @@ def write_archive(folder, files):
 
 
 def load_last(name, folder=''):
-  """Loads, and puts training and validation together again."""
+  """Loads a data set, and joins training and validation again."""
   data = data_lib.load(name, directory=str(folder), validation='last', seed=0)
   whole = map(np.concatenate, zip(data.train, data.validation, strict=True))
   return data_lib.Split(*whole), data.test
@@ -338,7 +338,7 @@ def test_mnist5k_is_dealt_evenly_and_once():
   )
   assert found == published
 
-  # The test set is for ever; a seed moves only what is for validation.
+  # The test set never changes; a seed only changes the validation set.
   found = hashlib.md5(data.test.images).hexdigest()
   assert found == '19de366090aaa1d63eeda0337d45e268'
   last = data_lib.load('mnist5k', validation='last', seed=4)
@@ -364,13 +364,13 @@ def test_mnist5k_reads_no_directory(tmp_path):
     data_lib.load('mnist5k', directory=str(tmp_path), seed=0)
 
 
-# tensorflow-datasets, really, on sets prepared as array_record.
+# The real tensorflow-datasets, on sets prepared as array_record.
 
 
 def prepare(folder, name, features, splits, supervised=('image', 'label')):
   """Writes a data set as tensorflow-datasets prepares it.
 
-  With TensorFlow, it is DatasetBuilder.download_and_prepare that does this.
+  With TensorFlow, DatasetBuilder.download_and_prepare does this.
   """
   from array_record.python import array_record_module
   from PIL import Image
@@ -460,7 +460,7 @@ def test_tfds_finds_image_and_label_by_their_kind(tmp_path):
   }
   prepare(tmp_path, 'odd', features, splits, supervised=None)
   assert_split_equal(load_last('tfds:odd', tmp_path)[1], test)
-  # Two labels, as CIFAR-100 has them: the supervised one.
+  # Of two labels, as in CIFAR-100, it is the supervised one.
   features['coarse'] = kind
   for example in [*splits['train'], *splits['test']]:
     example['coarse'] = 0
@@ -503,7 +503,7 @@ def test_tfds_missing_directory(tmp_path):
   assert not (tmp_path / 'nowhere').exists()
 
 
-# tensorflow-datasets with TensorFlow, played by a builder with the same calls.
+# tensorflow-datasets with TensorFlow, replaced by a builder with its calls.
 
 
 class FakeBuilder:
@@ -601,7 +601,7 @@ def test_tfds_download_fails(fake_tfds):
     assert expected in str(error.value)
 
 
-# Files of one's own.
+# The user's own files.
 
 OURS = ('train_images', 'train_labels', 'test_images', 'test_labels')
 KERAS = ('x_train', 'y_train', 'x_test', 'y_test')
@@ -609,7 +609,7 @@ KERAS = ('x_train', 'y_train', 'x_test', 'y_test')
 
 @pytest.fixture
 def own():
-  """Arrays of 3 classes, by the names of an .npz file."""
+  """Returns arrays of 3 classes, named as in an .npz file."""
   rng = np.random.default_rng(5)
   train, test = three_classes(rng, 20), three_classes(rng, 7)
   return dict(zip(OURS, [*train, *test], strict=True))
@@ -668,9 +668,9 @@ def test_constant_channels_can_be_normalised(tmp_path, own):
   [
     ({'train_labels': None}, r'has the arrays .*test_labels: it must have tra'),
     ({'test_labels': None, 'train_images': None}, 'it must have train_images'),
-    ({'train_labels': lambda y: y - 1}, r'\(train\).*lowest of them -1'),
+    ({'train_labels': lambda y: y - 1}, r'\(train\).*lowest is -1'),
     ({'test_labels': lambda y: y / 2}, r'\(test\) has float64 labels \[7\]'),
-    ({'train_labels': lambda y: y * 10**6}, 'highest of them 2000000'),
+    ({'train_labels': lambda y: y * 10**6}, 'highest is 2000000'),
     ({'train_labels': lambda y: y[:-1]}, '20 images, but 19 labels'),
     ({'train_labels': lambda y: np.eye(3)[y]}, r'one-hot .*argmax'),
     ({'train_labels': lambda y: 0 * y}, 'only one class: all 20 .* are 0'),
@@ -729,7 +729,7 @@ def test_damaged_npz(tmp_path, own):
 @pytest.mark.parametrize(
   ('header', 'named'),
   [
-    ({'shape': (10**12,)}, '1000000000000'),  # And the file has 8 bytes.
+    ({'shape': (10**12,)}, '1000000000000'),  # But the file has 8 bytes.
     ({'shape': (2**40, 2**40)}, str(2**40)),
     ({'shape': (7,)}, '[7]'),
     ({'descr': '|O'}, 'train_images'),
@@ -789,7 +789,7 @@ def write_folder(folder, splits, suffix='png'):
 
 @pytest.fixture
 def folder(tmp_path):
-  """A folder of images, and what is in it."""
+  """Returns a folder of images, and its contents."""
   rng = np.random.default_rng(6)
   splits = {'train': three_classes(rng, 20), 'test': three_classes(rng, 7)}
   write_folder(tmp_path / 'animals', splits)
@@ -797,7 +797,7 @@ def folder(tmp_path):
 
 
 def assert_same_examples(found, expected):
-  """The same, in any order."""
+  """Asserts that two splits are the same, in any order."""
   assert (found.images.dtype, found.labels.dtype) == (np.uint8, np.int32)
   assert found.images.shape == expected.images.shape
   one, other = (
@@ -817,14 +817,14 @@ def test_folder(tmp_path, channels, suffix):
     'test': three_classes(rng, 7, (6, 5, channels)),
   }
   write_folder(tmp_path / 'animals', splits, suffix)
-  # What people have lying about.
+  # Other files that may be there.
   (tmp_path / 'animals' / 'train' / '.cache').mkdir()
   (tmp_path / 'animals' / 'train' / 'ant' / 'notes.txt').write_text('!')
   (tmp_path / 'animals' / 'README.md').write_text('!')
   found = load_last('animals', tmp_path)
   assert_same_examples(found[0], splits['train'])
   assert_same_examples(found[1], splits['test'])
-  # Not one class after the other, so that the first or last have all.
+  # Shuffled, so that the first or last examples have all classes.
   assert {*found[0].labels[:20]} == {*found[0].labels[-20:]} == {0, 1, 2}
   assert_split_equal(load_last(str(tmp_path / 'animals'))[0], found[0])
   data = data_lib.load(f'{tmp_path}/animals/', seed=0)
@@ -990,14 +990,14 @@ def test_augment_depends_on_key_and_id_alone():
   ids = rng.permutation(10 * COUNT)[:COUNT].astype(np.int32)
   key = jax.random.key(1)
   whole = np.asarray(augment(key, images, ids))
-  picked = rng.integers(0, COUNT, COUNT)  # Other places, other neighbours.
+  picked = rng.integers(0, COUNT, COUNT)  # Other positions, other neighbours.
   np.testing.assert_array_equal(
     augment(key, images[picked], ids[picked]), whole[picked]
   )
   assert not np.array_equal(augment(jax.random.key(2), images, ids), whole)
 
 
-# The room.
+# The package.
 
 
 def test_the_room_imports_nothing_it_does_not_need():
@@ -1014,7 +1014,7 @@ def test_the_room_imports_nothing_it_does_not_need():
   subprocess.run([sys.executable, '-c', program], check=True, cwd=ROOT)
 
 
-# The real thing.
+# The real data sets.
 
 
 def needs(*path):

@@ -1,4 +1,4 @@
-"""The main job as a user runs it, killed, interrupted and started again."""
+"""Runs the main job as a user does, kills, interrupts and restarts it."""
 
 import functools
 import json
@@ -45,7 +45,7 @@ def evaluations_of(workdir):
 
 
 def results_of(workdir):
-  """The bytes of what was trained and evaluated."""
+  """Returns the bytes of all training and evaluation results."""
   paths = sorted(workdir.glob('eval/*/*'))
   return {
     path: path.read_bytes() for path in [*paths, workdir / 'metrics.jsonl']
@@ -70,8 +70,8 @@ def assert_same_state(workdir, expected, of=job):
     assert (np.asarray(ours) == np.asarray(theirs)).all()
 
 
-# A child process that runs the tiny job and dies, or is asked to stop, at a
-# given point of it.
+# A child process that runs the tiny job and is killed, or asked to stop, at a
+# given point.
 CHILD = """
 import json, os, pathlib, signal, sys, threading
 sys.path.insert(0, sys.argv[1])
@@ -214,7 +214,7 @@ def test_metrics_tell_what_was_trained_and_what_it_cost(undisturbed):
   for row in outer:
     assert set(row['validation_loss']) == set(row['weight']) == set(SIX)
     assert sum(row['weight'].values()) == pytest.approx(1, rel=1e-5)
-  # Three gradients a step (two of the attack), twelve a validation image.
+  # Three gradients per step (two for the attack), twelve per validation image.
   validations = 3 * 30 * 12
   assert outer[-1]['gradient_evaluations'] == 3 * 20 * STEPS + validations
   # The weights are those of the paper's update.
@@ -257,7 +257,7 @@ def test_killed_again_and_again_it_ends_with_the_same_parameters(
   result = run_child('none', 0, workdir)
   assert result.returncode == 0, result.stderr
   assert_same_state(workdir, expected)
-  # None of them had to compile the train step again.
+  # None of them compiled the train step again.
   entries = [
     name
     for name in os.listdir(cache_of('none'))
@@ -364,7 +364,7 @@ def test_evaluation_may_be_changed_later_and_keeps_the_old_one(
 
 
 def test_choices_can_be_made_on_validation_images(undisturbed, tmp_path):
-  """Also on more of them than training has looked at."""
+  """Evaluates validation images, also more than training used."""
   workdir = tmp_path / 'run'
   shutil.copytree(undisturbed[0], workdir)
   fields = {'eval.split': 'validation', 'eval.examples': 35, 'eval.others': ()}
@@ -375,7 +375,7 @@ def test_choices_can_be_made_on_validation_images(undisturbed, tmp_path):
   assert outcomes.settings['split'] == 'validation'
   (first,) = reporting.load(workdir, 'validation').evaluations.values()
   assert len(first['paper'].labels) == 35
-  # What was reported before stays as it was.
+  # Earlier reports stay as they were.
   assert {
     len(outcomes.labels)
     for by_protocol in reporting.load(workdir).evaluations.values()
@@ -545,7 +545,7 @@ def test_training_makes_a_network_robust(tmp_path):
     )
     evaluations, _ = run(config, tmp_path / method)
     unions[method] = evaluations['h=2 average']['paper'].accuracies()['union']
-  # Natural training leaves next to nothing.
+  # Natural training leaves almost no robustness.
   assert unions['multiplicative_weights'] > unions['natural'] + 40, unions
 
 
@@ -582,7 +582,7 @@ def test_a_budget_decides_how_long_training_is(tmp_path):
 
 
 def test_a_run_with_a_budget_resumes_in_the_middle_to_the_bit(tmp_path):
-  """What it will choose, and so how long it is, depends on how it goes."""
+  """Checks the progress, whose length depends on the choices so far."""
   changes = {
     'method': 'e_at',
     'threats.pixel_l1.attack': {'steps': 7},
@@ -689,7 +689,7 @@ def test_batch_norm_augmentation_and_sgd(tmp_path):
 
 def test_recalibration_needs_statistics(undisturbed):
   workdir, _ = undisturbed
-  with pytest.raises(UserError, match='cnn has no BatchNorm: leave it out'):
+  with pytest.raises(UserError, match=r"eval\.others .*'recalibrated'.*cnn"):
     run(tiny(**{'eval.others': ('recalibrated',)}), workdir)
 
 
@@ -721,7 +721,7 @@ def test_a_run_that_never_began_does_not_claim_its_workdir(tmp_path):
     run(tiny(**{'train.batch_size': 121}), tmp_path / 'w')
   config = tiny()
   config.model.options.hidden = 0
-  with pytest.raises(UserError, match=r'model\.options = .* do not make a cnn'):
+  with pytest.raises(UserError, match=r'model\.options = .* cnn'):
     run(config, tmp_path / 'w')
   assert not (tmp_path / 'w').exists()
 

@@ -1,4 +1,4 @@
-"""`python -m mwrobust.evaluate` as its users meet it."""
+"""Tests `python -m mwrobust.evaluate` as its users run it."""
 
 import os
 import pathlib
@@ -44,12 +44,12 @@ OUTPUT = '--output=my_network'
 
 @pytest.fixture(scope='module')
 def folder(tmp_path_factory):
-  """Where the user works: his module and his data."""
+  """Makes the user's folder, with a module and data."""
   folder = tmp_path_factory.mktemp('user')
   (folder / 'my_nets.py').write_text(NETWORKS)
   names = {}
   exec(NETWORKS, names)
-  # Every other image is the sign of a class, which no small change hides.
+  # Every other image shows its class so clearly that no small change hides it.
   rng = np.random.default_rng(1)
   images = rng.uniform(size=(COUNT, 64))
   labels = (images @ names['weights']).argmax(axis=1)
@@ -83,7 +83,7 @@ def start(folder, *words):
 
 @pytest.fixture(scope='module')
 def interrupted(folder):
-  """An evaluation that was asked to stop when it had shown some progress."""
+  """Returns an evaluation that was stopped after it showed some progress."""
   process = start(folder, *WORDS, OUTPUT)
   shown = process.stderr.readline()
   process.send_signal(signal.SIGTERM)
@@ -94,7 +94,7 @@ def interrupted(folder):
 
 @pytest.fixture(scope='module')
 def evaluated(folder, interrupted):
-  """What the same command says when it is run again, and the outcomes."""
+  """Returns the output of the same command run again, and the outcomes."""
   process = start(folder, *WORDS, OUTPUT)
   stdout, stderr = process.communicate(timeout=120)
   assert process.returncode == 0, stderr
@@ -104,7 +104,7 @@ def evaluated(folder, interrupted):
 
 @pytest.fixture
 def run(folder, monkeypatch):
-  """Runs the program in this process; returns the message it ends with."""
+  """Runs the program in this process and returns its final message."""
   before = set(flags.FLAGS)
   evaluate.define_flags()
   monkeypatch.chdir(folder)
@@ -183,7 +183,7 @@ def test_the_outcomes_are_those_of_the_network(folder, evaluated):
     np.abs(weights.T[labels][:, :, None] - weights).sum(axis=1), 1e-9
   )
   gaps[own] = np.inf
-  far = gaps.min(axis=1) > 0.2  # For images that need not be clipped.
+  far = gaps.min(axis=1) > 0.2  # For images without clipping.
   assert (outcomes.correct[0] >= far).all()
   assert 0.4 < outcomes.correct.mean() < 0.9
 
@@ -198,7 +198,7 @@ def test_a_finished_evaluation_is_not_made_again(folder, evaluated, run):
 
 
 def test_interrupted_or_not_it_ends_with_the_same_bytes(folder, evaluated, run):
-  """And the curve of the radii is made beside it."""
+  """Checks that the curve is in a subfolder."""
   words = [word for word in WORDS if 'curve' not in word]
   assert run(*words, '--curve_examples=40', '--output=at_once') is None
   at_once, resumed = (
@@ -227,7 +227,7 @@ def test_a_network_with_parameters(folder, run, capsys):
 
 
 def test_every_core_is_used():
-  """Nothing may have started the devices when a program asks for them."""
+  """Checks that no import starts the devices, before a program does."""
   child = (
     'import jax; from mwrobust import evaluate, main; '
     'from mwrobust.runtime import devices; devices.use_all_cores(); '

@@ -1,4 +1,4 @@
-"""The evaluation of any network: what stands, and how it is found out."""
+"""Tests the evaluation of any network."""
 
 import functools
 import os
@@ -41,7 +41,7 @@ def logits_fn(params, images):
 
 
 def make_examples(count=30, shape=SHAPE, classes=CLASSES, dtype=np.float32):
-  """Random images, most of which the network gets right."""
+  """Returns random images, most of them classified correctly."""
   rng = np.random.default_rng(1)
   images = rng.integers(0, 256, (count, *shape), dtype=np.uint8)
   params = weights(shape, classes)
@@ -70,7 +70,7 @@ def outcomes(examples):
   return quietly(logits_fn, *examples, THREATS, params=weights(), protocol=OWN)
 
 
-# ------------------------------------------------------------------ what stands
+# ------------------------------------------------------------------- survivors
 
 
 def test_survivors_alone_give_what_attacking_everything_gives(
@@ -149,7 +149,7 @@ def test_the_accuracies_are_those_of_the_matrix(outcomes):
   assert accuracies['union'] == pytest.approx(100 * correct.all(0).mean())
   assert accuracies['min'] == pytest.approx(100 * correct.mean(1).min())
   assert accuracies['natural'] == pytest.approx(100 * outcomes.natural.mean())
-  assert outcomes.standing[THREATS[0]] is not None  # By the threat itself, too.
+  assert outcomes.standing[THREATS[0]] is not None  # Also by the threat itself.
   with pytest.raises(KeyError):
     outcomes.standing['pixel_l3']
   after = [outcomes.accuracies_after(a)['union'] for a in range(2)]
@@ -403,7 +403,7 @@ def check_of(outcomes, name, **others):
 
 
 def test_a_network_without_gradients_is_noticed(examples):
-  def steep(images):  # Its answers change, its gradient is zero.
+  def steep(images):  # Its logits change, but its gradient is zero.
     rounded = jnp.round(images * 4) / 4
     return logits_fn(weights(), jax.lax.stop_gradient(rounded) + 0 * images)
 

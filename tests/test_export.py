@@ -1,4 +1,4 @@
-"""What is exported is what was evaluated, to the bit."""
+"""Tests that the exported network is the evaluated one, bit for bit."""
 
 import hashlib
 import json
@@ -35,7 +35,7 @@ def run_export(*words):
 
 @pytest.fixture(scope='module')
 def exported(tiny_run, tmp_path_factory):
-  """A run that was exported, after it had moved; and what was said."""
+  """Returns a run that was moved and exported, and the printed text."""
   run = tmp_path_factory.mktemp('export') / 'run'
   shutil.copytree(tiny_run, run)
   return run, run_export(f'--workdir={run}')
@@ -81,7 +81,7 @@ def test_the_files_are_all_it_takes(exported, data, monkeypatch):
 
 
 def test_the_file_has_tensors_and_nothing_else(exported):
-  """A header of JSON, then the numbers: there is no room for a pickle."""
+  """Checks that a file is a JSON header and numbers, without a pickle."""
   run, _ = exported
   content = (run / 'export' / 'model.safetensors').read_bytes()
   length = int.from_bytes(content[:8], 'little')
@@ -111,7 +111,7 @@ def test_the_card_says_what_it_is(exported, tiny_run):
 
 
 def test_the_card_has_the_figures_of_every_protocol(tiny_run, tmp_path):
-  """Those of the standard one first, whatever the folders are called."""
+  """Checks that 'standard' is first, whatever the names of the folders."""
   run = copy_run(tiny_run, tmp_path / 'run')
 
   def alter(outcomes):
@@ -242,7 +242,7 @@ class Net(nn.Module):
   for path in networks.save('some/net.v2', variables, card):
     assert path.exists()
   with pytest.raises(UserError, match=r'net\.v2\.json is of nets_to_load:Net'):
-    networks.load('some/net.v2')  # Data never decide what is imported.
+    networks.load('some/net.v2')  # A card never decides what is imported.
   import nets_to_load
 
   logits_fn, params, loaded = networks.load('some/net.v2', nets_to_load.Net)
@@ -275,14 +275,14 @@ def test_a_run_that_was_not_evaluated(tiny_run, tmp_path):
 
 
 def test_a_run_whose_evaluation_was_interrupted(tiny_run, tmp_path):
-  """That of h=1 is there; of the output nothing, or only a part."""
+  """Refuses if the output is not evaluated, or only in part."""
   run = copy_run(tiny_run, tmp_path / 'run')
   remove_evaluations(run, lambda settings: settings['is_output'])
   assert_refused(tiny(), run, f'--mode=eval --workdir={run}')
 
   def alter(outcomes):
     if outcomes.settings['is_output']:
-      # The last image is still to be attacked.
+      # The last image has not been attacked yet.
       outcomes.logits[-1] = np.eye(10)[outcomes.labels[-1]]
       outcomes.fell[:, -1] = -1
       outcomes.tried[:, -1] = 0
@@ -292,7 +292,7 @@ def test_a_run_whose_evaluation_was_interrupted(tiny_run, tmp_path):
 
 
 def test_a_run_that_was_trained_on_since(tiny_run, tmp_path):
-  """The figures would be those of other parameters."""
+  """Refuses if the figures belong to other parameters."""
 
   def alter(outcomes):
     steps = outcomes.settings['outer_steps']
@@ -314,7 +314,7 @@ def test_another_config(tiny_run, tmp_path):
 
 
 def test_the_card_has_the_config_of_the_run(tiny_run, tmp_path):
-  """Not fields of `eval` that differ: they changed nothing."""
+  """Exports the config of the run, not other fields of `eval`."""
   run = copy_run(tiny_run, tmp_path / 'run')
   export(tiny(**{'eval.examples': 12}), str(run), ignore)
   card = card_of(run)

@@ -72,7 +72,7 @@ with files.locked(sys.argv[1]):
 
 @contextlib.contextmanager
 def holder(folder):
-  """A process that holds the lock until its standard input is closed."""
+  """Starts a process that holds the lock until its stdin is closed."""
   with subprocess.Popen(
     [sys.executable, '-c', HOLDER, folder],
     stdin=subprocess.PIPE,
@@ -95,7 +95,7 @@ def test_a_second_process_is_refused_and_the_holder_named(tmp_path):
     assert message.startswith('mwrobust.runtime.files.InUse: ')
     for part in (folder, f'process {os.getpid()} on {socket.gethostname()}'):
       assert str(part) in message
-    assert os.listdir(folder) == ['.lock']  # The refused one left it alone.
+    assert os.listdir(folder) == ['.lock']  # Not removed.
   assert os.listdir(folder) == []
 
 

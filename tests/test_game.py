@@ -45,14 +45,14 @@ def test_can_be_traced():
 
 
 def test_weights_on_errors_keep_the_bound_of_the_theorem():
-  """Regret <= eta * sum of what was earned + log k / eta, for errors <= 1."""
+  """Checks regret <= eta * sum of earnings + log k / eta, for errors <= 1."""
   k, rounds, eta = 6, 200, 0.3
   policy = policies.multiplicative_weights(k, eta, signal='error')
   state, p, errors = policy.init(), [], []
   for t in range(rounds):
     p.append(policy.probabilities(state, t))
-    errors.append(jax.nn.one_hot(p[-1].argmin(), k))  # Where it looks least.
-    # Losses without a bound, which must not matter.
+    errors.append(jax.nn.one_hot(p[-1].argmin(), k))  # The least likely threat.
+    # Unbounded losses, which must not matter.
     found = policies.Validation(1e6 * jnp.arange(k), 1 - errors[-1])
     state = policy.update(state, found)
   played = game.observe(jnp.stack(p), jnp.stack(errors))

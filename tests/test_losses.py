@@ -47,7 +47,7 @@ def test_margin_is_above_zero_exactly_for_errors():
 
 
 def by_hand(row, label, target=None):
-  """AutoAttack's DLR of one row."""
+  """Returns AutoAttack's DLR of one row."""
   ordered = np.sort(row)[::-1]
   if target is None:
     other = np.delete(row, label).max()

@@ -21,7 +21,7 @@ WITH_BATCH_NORM = [name for name in SMALL if name != 'cnn']
 MEAN, STD = (0.5, 0.4, 0.3), (0.2, 0.25, 0.3)
 IMAGES = np.random.default_rng(1).uniform(size=(6, 8, 8, 3)).astype('float32')
 NORMALISED = (IMAGES - np.float32(MEAN)) / np.float32(STD)
-# The first image again, with other images beside it.
+# The first image again, in a batch with other images.
 OTHERS = np.concatenate([IMAGES[:1], 1 - IMAGES[1:]])
 
 
@@ -31,7 +31,7 @@ def small(name, mean=MEAN, std=STD):
 
 @functools.cache
 def variables_of(name):
-  """Random variables, all positive where they are statistics."""
+  """Returns random variables, with positive statistics."""
   shapes = jax.eval_shape(
     functools.partial(small(name).init, train=False), jax.random.key(0), IMAGES
   )
@@ -133,7 +133,7 @@ def test_gradients_are_finite(name, train):
 
 
 class PlainCNN(nn.Module):
-  """`CNN` with ordinary convolutions, for normalised images."""
+  """Is `CNN` with ordinary convolutions, for normalised images."""
 
   @nn.compact
   def __call__(self, x):
@@ -211,7 +211,7 @@ def test_impossible_depth_and_channels_are_explained():
     small('cnn').init(jax.random.key(0), IMAGES[..., :1], train=False)
 
 
-# Modules of one's own.
+# The user's own modules.
 
 OWN = """
 import flax.linen as nn

@@ -1,4 +1,4 @@
-"""The same numbers on any number of devices and processes, killed or not."""
+"""Tests that numbers do not depend on devices, processes or kills."""
 
 import collections
 import json
@@ -24,7 +24,7 @@ from mwrobust.training import checkpoints
 from mwrobust.training.setup import check_training, prepare
 
 ROOT = pathlib.Path(__file__).parent.parent
-CHANGES = {  # 24 steps, and a network good enough to stand now and then.
+CHANGES = {  # 24 steps, so that the network is sometimes robust.
   'data.train_examples': 160,
   **{
     f'threats.{space}_{norm}.eps': eps
@@ -37,8 +37,8 @@ CHANGES = {  # 24 steps, and a network good enough to stand now and then.
   'eval.others': (),
 }
 
-# A worker of a launch. Where the file `kill` in the workdir's parent says so,
-# the last process kills itself there, once.
+# A worker of a launch. The last process kills itself once, at the point that
+# the file `kill` in the workdir's parent names.
 WORKER = """
 import os, pathlib, sys, threading, time
 root, workdir = sys.argv.pop(1), pathlib.Path(sys.argv.pop(1))
@@ -98,14 +98,14 @@ command_line.run(main.main, main.default_config)
 
 
 def launch(workdir, max_restarts=0):
-  """Two processes of two devices, as `python -m launch.local` starts them."""
+  """Runs two processes of two devices, as `python -m launch.local` does."""
   worker = [sys.executable, '-c', WORKER, str(ROOT), str(workdir)]
   options = local.Options(num_processes=2, max_restarts=max_restarts)
   return local.launch(options, main=worker)
 
 
-# One process that trains on 1, 2 and 4 of its devices, and goes on, on 4, with
-# what 2 processes have left.
+# One process that trains on 1, 2 and 4 of its devices, and on 4 resumes the run
+# of 2 processes.
 CHILD = """
 import os, pathlib, sys
 root, folder = sys.argv[1:]
@@ -131,10 +131,10 @@ for name, count in (('1', 1), ('2', 2), ('4', 4), ('begun', 4)):
 
 @pytest.fixture(scope='module')
 def runs(tmp_path_factory):
-  """Workdirs of the same run, on different devices and processes."""
+  """Returns workdirs of the same run on different devices and processes."""
   folder = tmp_path_factory.mktemp('runs')
   assert launch(folder / 'processes') == 0
-  # Killed in the second outer step of three; one process will go on.
+  # Killed in the second outer step of three; one process will resume.
   (folder / 'kill').write_text('training')
   assert launch(folder / 'begun') == 128 + signal.SIGKILL
   assert os.listdir(folder / 'begun' / 'checkpoints') == ['1']
@@ -158,7 +158,7 @@ def state_of(workdir):
 
 
 def chosen(workdir):
-  """How often each threat was chosen until the step of each row."""
+  """Returns how often each threat was chosen up to the step of each row."""
   total, until = collections.Counter(), {}
   path = pathlib.Path(workdir, 'metrics.jsonl')
   for line in path.read_text().splitlines():
@@ -170,7 +170,7 @@ def chosen(workdir):
 
 
 def assert_same_run(found, expected):
-  # One that was interrupted has a row more, of the steps before.
+  # An interrupted run has one more row, of the steps before.
   ours, theirs = chosen(found), chosen(expected)
   assert {step: ours.get(step) for step in theirs} == theirs
   for ours, theirs in zip(
@@ -188,7 +188,7 @@ def evaluation_of(workdir):
 
 @pytest.mark.parametrize('name', ['2', '4', 'processes', 'begun'])
 def test_numbers_do_not_depend_on_devices_and_processes(runs, name):
-  """Nor on going on with a checkpoint of other ones."""
+  """Checks that resuming on other devices changes nothing either."""
   assert_same_run(runs / name, runs / '1')
   ours, theirs = (
     Outcomes.load(evaluation_of(runs / workdir)) for workdir in (name, '1')
@@ -207,7 +207,7 @@ def test_one_process_writes(runs):
 def test_killed_workers_cost_the_steps_since_the_checkpoint(
   runs, tmp_path, capfd
 ):
-  """In training, while saving and in validation, one after the other."""
+  """Kills in training, while saving and in validation, in turn."""
   workdir = tmp_path / 'run'
   for point in ('training', 'saving', 'validation'):
     (tmp_path / 'kill').write_text(point)
@@ -280,7 +280,7 @@ def test_ten_random_kills(runs, tmp_path, capfd):
     killer.join()
   told = ''.join(capfd.readouterr())
   assert code == 0, told
-  assert len(kills) > 4  # Ten, unless it was done before.
+  assert len(kills) > 4  # Ten, unless it finished earlier.
   assert 'launch: Restart' in told
   assert_same_run(workdir, runs / 'processes')
 
@@ -317,8 +317,8 @@ def test_alone_unless_told_otherwise(joined, monkeypatch):
 @pytest.mark.parametrize(
   ('given', 'message'),
   [
-    (('host:1', 2, None), 'belong together'),
-    ((None, None, 0), 'belong together'),
+    (('host:1', 2, None), r"--process_id.*'host:1', 2, None"),
+    ((None, None, 0), r'--process_id.*None, None, 0'),
     (('host:1', 2, 2), 'must be from 0 to 1'),
   ],
 )
@@ -330,11 +330,11 @@ def test_flags_that_do_not_fit_together(given, message, joined):
 
 def test_variables_must_be_numbers(joined, monkeypatch):
   monkeypatch.setenv('JAX_NUM_PROCESSES', 'two')
-  with pytest.raises(UserError, match='JAX_NUM_PROCESSES=two must be a whole'):
+  with pytest.raises(UserError, match='JAX_NUM_PROCESSES=two'):
     devices.initialize()
 
 
 def test_a_batch_that_cannot_be_shared():
-  job = prepare(tiny(**{'train.batch_size': 21}))  # To evaluate, it can.
+  job = prepare(tiny(**{'train.batch_size': 21}))
   with pytest.raises(UserError, match='by 2 devices: choose 20 or 22'):
     check_training(job)

@@ -17,11 +17,11 @@ NORMS = pytest.mark.parametrize(
 
 
 def project_free(norm):
-  """The projection without a box in the way."""
+  """Returns the projection without a box."""
   return lambda x, eps: norm.project(x, *FREE, eps)
 
 
-# Shared compiled functions: a whole table of rows at a time.
+# Compiled functions that all tests share, each for a table of rows.
 PROJECT = {
   norm.name: jax.jit(jax.vmap(project_free(norm), (0, None)))
   for norm in norms.NORMS.values()
@@ -43,7 +43,7 @@ ORD = {'linf': np.inf, 'l2': 2, 'l1': 1}
 
 
 def bisect(function, low, high):
-  """The root of a rising function, in float64."""
+  """Returns the root of a rising function, in float64."""
   for _ in range(400):
     middle = (low + high) / 2
     low, high = (low, middle) if function(middle) > 0 else (middle, high)
@@ -51,7 +51,7 @@ def bisect(function, low, high):
 
 
 def oracle_project(name, x, eps, low=-np.inf, high=np.inf):
-  """The projection of one row in float64, by textbook or by bisection."""
+  """Returns the projection of a row in float64, by formula or bisection."""
   x, low, high = (np.asarray(a, np.float64) for a in (x, low, high))
   if np.linalg.norm(np.clip(x, low, high), ORD[name]) <= eps:
     return np.clip(x, low, high)
@@ -99,7 +99,7 @@ def test_projection_agrees_with_the_oracle(norm, eps):
 
 
 def boxed_rows():
-  """Perturbations, and the box that [0, 1] leaves around an image."""
+  """Returns perturbations, and the box that [0, 1] leaves for an image."""
   rng = np.random.default_rng(1)
   random = rng.uniform(size=(8, N))
   saturated = np.where(rng.uniform(size=(8, N)) < 0.5, random > 0.5, random)
@@ -132,7 +132,7 @@ def test_projection_onto_ball_and_box_agrees_with_the_oracle(norm, eps):
 
 @pytest.mark.parametrize('name', ['linf', 'l1'])
 def test_projection_onto_ball_and_box_is_the_nearest_point(name):
-  """No point of ball and box is further along x - p than p: SciPy looks."""
+  """Checks by SciPy that no point of ball and box is further along x - p."""
   eps = 1.0 if name == 'l1' else 0.2
   x, low, high = boxed_rows()
   rows = slice(0, 18)
@@ -146,7 +146,7 @@ def test_projection_onto_ball_and_box_is_the_nearest_point(name):
 
 
 def farthest(slope, name, eps, low, high):
-  """max slope @ d over ball and box, as a linear program."""
+  """Returns max slope @ d over ball and box, by a linear program."""
   # d = up - down, both >= 0.
   costs = np.concatenate([-slope, slope])
   limit = eps if name == 'linf' else np.inf
@@ -159,7 +159,7 @@ def farthest(slope, name, eps, low, high):
 
 
 def oracle_to_plane(name, slope, gap, low, high):
-  """The length of the shortest way to the plane, in float64."""
+  """Returns the distance to the plane, in float64."""
   slope, gap = slope.astype(np.float64), float(gap)
   if name == 'l2':
     toward = np.sign(gap) * slope
@@ -169,7 +169,7 @@ def oracle_to_plane(name, slope, gap, low, high):
 
     most = bisect(lambda t: np.sign(gap) * (slope @ step(t)) - abs(gap), 0, 1e6)
     return np.linalg.norm(step(most))
-  # d = up - down. linf: all below t, and t is to be small; l1: their sum is.
+  # d = up - down. Minimises the largest entry, t, for linf, the sum for l1.
   costs = np.append(np.full(2 * N, float(name == 'l1')), float(name == 'linf'))
   matrix = np.append(np.concatenate([slope, -slope]), 0)[None]
   below = np.hstack([np.eye(2 * N), -np.ones((2 * N, 1))])
@@ -189,7 +189,7 @@ def test_the_way_to_a_plane_in_a_box_is_the_shortest(norm):
   _, low, high = boxed_rows()
   low, high = low[:18], high[:18]
   slope = rng.normal(size=low.shape).astype(np.float32)
-  slope[:4] *= rng.uniform(size=(4, N)) < 0.4  # Sparse slopes, too.
+  slope[:4] *= rng.uniform(size=(4, N)) < 0.4  # Some slopes are sparse.
   most = np.where(slope > 0, high, -low) * np.abs(slope)
   least = np.where(slope > 0, low, -high) * np.abs(slope)
   for share in (1e-3, 0.3, 0.8):
@@ -246,11 +246,11 @@ def test_degenerate_planes_give_no_nan(norm):
 
 
 def assert_is_projection(name, x, projected, eps):
-  """Inside the ball; bit-identical if x was; else the KKT conditions."""
+  """Checks the ball, that points inside are unchanged, and KKT otherwise."""
   assert np.isfinite(projected).all()
   wide, result = x.astype(np.float64), projected.astype(np.float64)
   assert np.linalg.norm(result, ORD[name]) <= eps * (1 + 1e-5)
-  # Nearer to the border than float32 can tell, both answers are right.
+  # Within float32 rounding of the border, both answers are right.
   if np.linalg.norm(wide, ORD[name]) <= eps * (1 - 1e-6):
     assert (projected == x).all()
   elif np.linalg.norm(wide, ORD[name]) > eps:
@@ -327,7 +327,7 @@ def test_ascend_survives_degenerate_gradients(norm):
   rows[2, 3] = -np.inf
   rows[3, :2] = [np.inf, np.nan]
   step = np.asarray(ASCEND[norm.name](rows, 2))
-  assert (step[:2] == 0).all()  # No slope, no step.
+  assert (step[:2] == 0).all()  # No gradient, no step.
   assert step[2, 3] == -1
   assert step[3, 0] == 1
   assert np.isfinite(step).all()
@@ -346,7 +346,7 @@ def test_slide_moves_the_top_coordinates(keep):
 
 def test_slide_leaves_zero_gradients_and_shares_among_ties():
   gradient = np.zeros((2, N), np.float32)
-  gradient[0, [2, 5]] = [3.0, -1.0]  # Fewer slopes than kept coordinates.
+  gradient[0, [2, 5]] = [3.0, -1.0]  # Fewer entries than kept coordinates.
   gradient[1, :8] = 1.0  # More ties than kept coordinates.
   step = np.asarray(ASCEND['l1'](gradient, 6))
   np.testing.assert_allclose(step[0, [2, 5]], [0.5, -0.5])
@@ -363,7 +363,7 @@ def test_random_start_is_uniform_in_the_ball(norm):
   points = jax.vmap(norm.random_start, (0, None))(noise, eps)
   radii = np.linalg.norm(np.asarray(points), ORD[norm.name], axis=1) / eps
   assert radii.max() <= 1 + 1e-6
-  # Uniform: the share of points within radius r is r^n, in every octant.
+  # Uniform means that a share r^n is within radius r, in every octant.
   for r in (0.3, 0.5, 0.7, 0.9):
     assert abs((radii <= r).mean() - r**n) < 0.015
   octants = (np.asarray(points) > 0) @ [1, 2, 4]
@@ -388,7 +388,7 @@ def test_ascend_pushes_what_is_held_and_is_as_long_in_what_is_free(norm):
   assert length == pytest.approx(1, rel=1e-5)
   assert step[0] > 0
   assert step[0] <= 1
-  if norm.name == 'l1':  # The two steepest free ones, and what is steeper.
+  if norm.name == 'l1':  # The two steepest free ones, and steeper bound ones.
     np.testing.assert_allclose(step, [0.5, -0.5, 0.5, 0.5, 0, 0])
   none_free = norm.ascend(gradient, jnp.zeros(6, bool), 2)
   assert np.isfinite(none_free).all()

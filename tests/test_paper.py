@@ -1,4 +1,4 @@
-"""The figures are those of the paper's LaTeX, parsed here once more."""
+"""Tests that the figures are those of the paper's LaTeX."""
 
 import pathlib
 import re
@@ -12,7 +12,7 @@ TEX = pathlib.Path(__file__).parents[2] / 'shared' / 'paper.tex'
 THREATS = [threat.name for threat in attacks.six_threats(1, 1, 1)]
 ROWS = [*THREATS, 'min', 'union', 'natural']
 MW = 'multiplicative_weights'
-# What the paper calls its rows and columns, without $, {, } and ~.
+# The paper's names of rows and columns, without $, {, } and ~.
 NAMES = {
   r'Pixel (\ell_\infty)': 'pixel_linf',
   r'Pixel (\ell_2)': 'pixel_l2',
@@ -39,7 +39,7 @@ FIGURE = re.compile(r'(\d+(?:\.\d+)?)\s*\\pm\s*(\d+(?:\.\d+)?)')
 
 
 def cells_of(label):
-  """The table with this label, row by row; the header is the first."""
+  """Returns the rows of the table with this label, first the header."""
   if not TEX.exists():
     pytest.skip(f"The paper's source is not at {TEX}.")
   text = TEX.read_text()
@@ -53,7 +53,7 @@ def cells_of(label):
 
 
 def accuracies_of(label):
-  """By column, then by row."""
+  """Returns the figures by column, then by row."""
   header, *rows = cells_of(label)
   columns = {NAMES[name]: {} for name in header[1:]}
   for name, *cells in rows:
@@ -121,7 +121,7 @@ def test_the_hours():
   assert expected == paper.HOURS
 
 
-# ------------------------------------------------- what needs no other file
+# ---------------------------------------------------- without other files
 
 COLUMNS = [
   pytest.param(figures, id=f'{data}-{starts}-{method}-{network}')
@@ -135,7 +135,7 @@ COLUMNS = [
 def test_a_column_is_whole_and_in_order(figures):
   assert list(figures) == ROWS
   assert all(0 < f.mean < 100 and 0 < f.std < 50 for f in figures.values())
-  # The mean of the lowest is never above the lowest mean, but for rounding.
+  # Up to rounding, the mean of the lowest is at most the lowest mean.
   lowest = min(figures[name].mean for name in THREATS)
   assert figures['union'].mean <= figures['min'].mean <= lowest + 0.01
 
@@ -167,7 +167,7 @@ def test_the_hours_give_the_ratios_that_are_quoted():
     data: round(hours[MW] / hours['single pixel_linf'], 2)
     for data, hours in paper.HOURS.items()
   }
-  assert over_one == {'mnist': 1.29, 'cifar10': 1.24}  # As the README has it.
+  assert over_one == {'mnist': 1.29, 'cifar10': 1.24}  # As in the README.
   for hours in paper.HOURS.values():
     assert set(hours) == {
       *('single pixel_linf', 'single dct_linf'),

@@ -1,4 +1,4 @@
-"""Our attacks are no weaker than those of Foolbox and AutoAttack."""
+"""Tests that our attacks are no weaker than Foolbox and AutoAttack."""
 
 import contextlib
 import json
@@ -34,7 +34,7 @@ def test_accuracy_is_within_a_point_of_foolboxs_or_below(
   def accuracy(found):
     return np.mean(trained(found).argmax(-1) == labels)
 
-  # Without a random start: among starts both vary by more than a point.
+  # Without a random start, because starts vary by more than a point.
   peer = FOOLBOX[norm](
     steps=STEPS, rel_stepsize=2.5 / STEPS, random_start=False
   )
@@ -58,10 +58,10 @@ def test_accuracy_is_within_a_point_of_foolboxs_or_below(
   [('tiny_natural', 'linf'), ('tiny_masked', 'l2'), ('tiny_masked', 'l1')],
 )
 def test_autoattacks_order_leaves_no_more_than_the_original(name, norm, digits):
-  """Two tiny networks; `tiny_masked` masks its gradients under l2.
+  """Compares on two tiny networks; `tiny_masked` masks its l2 gradients.
 
-  The peers' figures are those of benchmarks/strength_peers.py on the same 100
-  digits: torchattacks, for l1 the original AutoAttack.
+  The peers' figures are from benchmarks/strength_peers.py on the same 100
+  digits: torchattacks, and the original AutoAttack for l1.
   """
   (images, labels), _ = digits
   theirs = TINY[name]['norms'][norm]
@@ -70,7 +70,7 @@ def test_autoattacks_order_leaves_no_more_than_the_original(name, norm, digits):
 
   def stop_below(outcomes):
     if outcomes.accuracies()['min'] <= min(theirs['accuracy'].values()):
-      raise StopIteration  # What is left can only be less.
+      raise StopIteration  # Later attacks can only lower it.
 
   found = []
   with contextlib.suppress(StopIteration):
@@ -86,7 +86,7 @@ def test_autoattacks_order_leaves_no_more_than_the_original(name, norm, digits):
   outcomes = found[-1]
   assert 100 * outcomes.natural.mean() == TINY[name]['natural']
   for stage, attack in enumerate(theirs['accuracy']):
-    # Two images are within the luck of random starts.
+    # Two images are within the variation of random starts.
     accuracy = outcomes.accuracies_after(stage)['min']
     assert accuracy <= theirs['accuracy'][attack] + 2
   assert outcomes.accuracies()['min'] <= theirs['accuracy']['Square']

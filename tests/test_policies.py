@@ -26,7 +26,7 @@ def make(name):
 
 
 def validation(*losses):
-  """Losses, with accuracies that are no function of them."""
+  """Returns losses, with accuracies that do not depend on them."""
   return policies.Validation(
     jnp.array(losses, float), jnp.full(len(losses), 0.5)
   )
@@ -74,7 +74,7 @@ def test_multiplicative_weights_may_follow_the_error():
   np.testing.assert_allclose(
     probabilities(policy, state), [4 / 7, 2 / 7, 1 / 7], 1e-6
   )
-  # It can only grow by e^eta, however bad the loss is.
+  # It can only grow by e^eta, however high the loss is.
   assert state.log_weights.min() == pytest.approx(-math.log(4))
 
 
@@ -87,7 +87,7 @@ def test_greedy_picks_the_worst_of_the_last_validation():
   assert probabilities(policy, state) == [0, 0, 1]
   state = policy.update(
     state, validation(0.4, 0.4, 0.4)
-  )  # The first of equals.
+  )  # The first of equal losses.
   assert probabilities(policy, state) == [1, 0, 0]
 
 
@@ -164,7 +164,7 @@ def test_ucb_tries_what_may_be_the_worst():
     index = int(np.argmax(probabilities(policy, state)))
     state = policy.observe(state, index, loss, accuracy=0.0)
     chosen.append(index)
-  # First what was never tried, in order. Then n = (1/2, 1), so the bounds are
+  # First the threats never tried, in order. Then n = (1/2, 1): the bounds are
   # 2 + sqrt(log(3/2) / (1/2)) = 2.90 and 1 + sqrt(log(3/2)) = 1.64. Then
   # n = (5/4, 1/2), the means are 0.4 and 1, the bounds 1.07 and 2.06.
   assert chosen == [0, 1, 0, 1]
@@ -191,7 +191,7 @@ def test_ucb_may_go_by_the_error():
 
 
 def test_ucb_follows_a_network_that_changes():
-  """Each threat is the worst for a while; none is forgotten."""
+  """Checks that it follows the worst threat, which changes over time."""
   policy = policies.ucb(3, discount=0.9)
 
   def play(state, step):
@@ -205,7 +205,7 @@ def test_ucb_follows_a_network_that_changes():
   assert all((count >= 5).all() and count.max() > 100 for count in counts)
 
 
-# -------------------------------------------------- what all policies must hold
+# --------------------------------------------------- properties of all policies
 
 
 @pytest.mark.parametrize('name', NAMES)
@@ -264,8 +264,8 @@ def test_choose_follows_the_probabilities(name):
 
 @pytest.mark.parametrize('spread', [1e3, 2.0])
 def test_multiplicative_weights_neither_overflow_nor_drift(spread):
-  # A wide spread of losses throws the lead about, a narrow one keeps all
-  # weights in the race. The sums of eta * L reach 1e5; e^1e5 fits no float.
+  # With a wide spread of losses the leader changes often; with a narrow one all
+  # weights stay close. The sums of eta * L reach 1e5; e^1e5 fits no float.
   rounds, eta = 1_000, np.float32(0.1)
   losses = 1e3 - np.random.default_rng(0).uniform(0, spread, (rounds, K))
   losses = losses.astype(np.float32)

@@ -1,4 +1,4 @@
-"""The Python blocks of the README run as they are printed."""
+"""Runs the Python blocks of the README as they are printed."""
 
 import pathlib
 import re
@@ -12,12 +12,12 @@ import pytest
 ROOT = pathlib.Path(__file__).parent.parent
 README = (ROOT / 'README.md').read_text()
 BLOCKS = re.findall(r'^```python\n(.*?)^```', README, re.M | re.S)
-# The standard protocol, which both evaluations take, is tested elsewhere.
+# The standard protocol, which both evaluations use, is tested elsewhere.
 SHORT = 'protocol=[attacks.pgd(3)], progress=False'
 
 
 class Linear(nn.Module):
-  """What stands for the reader's network."""
+  """Replaces the reader's network."""
 
   @nn.compact
   def __call__(self, images, train=False):
@@ -26,7 +26,7 @@ class Linear(nn.Module):
 
 @pytest.fixture
 def names():
-  """Returns what the blocks take for granted."""
+  """Returns the names that the blocks assume."""
   images = np.random.default_rng(0).random((6, 8, 8, 3), np.float32)
   model, net = Linear(), eqx.nn.Linear(192, 4, key=jax.random.key(1))
   params = model.init(jax.random.key(0), images)

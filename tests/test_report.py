@@ -1,4 +1,4 @@
-"""Every figure of a report is computed here once more, from the outcomes."""
+"""Computes every figure of a report again from the outcomes."""
 
 import itertools
 import json
@@ -31,7 +31,12 @@ ROOT = pathlib.Path(__file__).parent.parent
 ROWS = (*SIX, 'min', 'union', 'natural')
 NETWORKS = ('h=1', 'h=2 average', 'h=2 ensemble')
 HEADINGS = (
-  *('Verdict', 'Pictures', 'Who fools what', 'Accuracy over the radius'),
+  *(
+    'Verdict',
+    'Pictures',
+    'Images fooled by each threat',
+    'Accuracy over the radius',
+  ),
   'Cost',
 )
 RUN_HEADINGS = (*HEADINGS, 'Training', 'All networks of this run')
@@ -46,7 +51,7 @@ def headings_of(markdown):
 
 
 def percent(outcomes, row):
-  """With nothing but NumPy."""
+  """Returns the expected accuracies, with NumPy only."""
   natural = outcomes.logits.argmax(axis=1) == outcomes.labels
   stands = {
     threat['name']: natural & (fell == -1)
@@ -63,7 +68,7 @@ def percent(outcomes, row):
 
 
 def assert_short(told):
-  """A summary of at most six lines within 80 columns, then two paths."""
+  """Checks for a summary of at most six lines of 80 columns, and two paths."""
   summary, *paths = told
   assert 1 <= len(summary.splitlines()) <= 6
   assert max(map(len, summary.splitlines())) <= 80
@@ -75,7 +80,7 @@ def assert_short(told):
 
 @pytest.fixture(scope='module')
 def evaluated():
-  """Two protocols of one network, and its curve."""
+  """Returns two protocols of one network, and its curve."""
   common = {'network': 'my <net>'}
   return (
     make_outcomes(protocol='standard', share=0.6, **common),
@@ -88,7 +93,7 @@ def evaluated():
 
 @pytest.fixture(scope='module')
 def reported(evaluated, tmp_path_factory):
-  """The folder of a report, its Markdown, and what was said."""
+  """Returns the folder of a report, its Markdown, and the printed text."""
   folder = tmp_path_factory.mktemp('report') / 'my network'
   told = []
   standard, paper, curve = evaluated
@@ -220,12 +225,12 @@ def test_an_unfinished_evaluation_is_said_to_be_one(tmp_path):
 
 def test_who_fools_what_is_that_of_the_outcomes(reported, evaluated):
   _, markdown, _ = reported
-  numbers, shares = tables_of(section(markdown, 'Who fools what'))
+  numbers, shares = tables_of(section(markdown, 'Images fooled by each threat'))
   fooled = [set(np.flatnonzero(fell >= 0)) for fell in evaluated[0].fell]
   for i, name in enumerate(SIX):
     others = set().union(*fooled[:i], *fooled[i + 1 :])
     assert numbers[name]['images fooled'] == str(len(fooled[i]))
-    assert numbers[name]['by it alone'] == str(len(fooled[i] - others))
+    assert numbers[name]['only by it'] == str(len(fooled[i] - others))
     assert numbers[name]['apgd-ce'] == str(len(fooled[i]))
     assert numbers[name]['square'] == '0'
     for j, other in enumerate(SIX):
@@ -305,7 +310,7 @@ def test_what_is_not_of_one_network_is_refused(tmp_path):
 
 @pytest.fixture(scope='module')
 def reported_run(tmp_path_factory):
-  """A run with its report, and what was said."""
+  """Returns a run with its report, and the printed text."""
   workdir = make_run(tmp_path_factory.mktemp('run') / 'moved from elsewhere')
   told = []
   reporting.write_run(reporting.load(workdir), workdir, told.append)
@@ -361,7 +366,7 @@ def test_the_training_is_that_of_the_metrics(reported_run):
   spent = (1 + 1 + 2) * 40 * 6 * (4 + 1) * 6 + 20 * 18 * 3 * 6
   assert cells['evaluation, gradients'] == f'{spent:,}'
   page = (workdir / 'report.html').read_text()
-  assert 'Which threat was trained when' in page
+  assert 'Mini batches of each threat' in page
 
 
 def change_rows(workdir, **fields):
@@ -379,7 +384,7 @@ def said_about_training(workdir):
 
 
 def test_both_sides_of_the_game_are_shown(reported_run):
-  """Each is a line on the page; the last of them are said."""
+  """Checks the lines of the chart, and the last values in the text."""
   workdir, markdown, _ = reported_run
   page = (workdir / 'report.html').read_text()
   _, _, sides = page.partition('<h3>Both sides of the game</h3>')
@@ -404,7 +409,7 @@ def test_both_sides_of_the_game_are_shown(reported_run):
   [
     (1.0, 1.51, True),
     (1.0, 1.49, False),
-    (0.01, 0.1, False),  # Both next to nothing.
+    (0.01, 0.1, False),  # Both are almost zero.
     (0.01, 0.12, True),
     (2.0, 1.0, False),
   ],
@@ -420,14 +425,14 @@ def test_a_training_attack_that_is_fooled_is_said_to_be(
     possible_loss=same | {'dct_l2': possible},
   )
   text = said_about_training(workdir)
-  assert ('was being fooled under dct_l2: APGD' in text) == is_fooled
-  assert ('was not being fooled' in text) == (not is_fooled)
+  assert ('fooled the training attack under dct_l2: APGD' in text) == is_fooled
+  assert ('did not fool the training attack' in text) == (not is_fooled)
 
 
 def test_a_training_attack_that_was_not_checked(tmp_path):
   workdir = make_run(tmp_path / 'run', **{'train.check_examples': 0})
   text = said_about_training(workdir)
-  assert 'being fooled was not checked' in text
+  assert 'the training attack was not checked' in text
   assert 'APGD' not in text
 
 
@@ -473,13 +478,13 @@ def test_training_without_attacks(tmp_path):
   text = (run / 'report.md').read_text()
   assert text.startswith('# mnist, Natural\n')
   assert 'beside the paper' not in text  # It has no such column.
-  assert 'trained when' not in (run / 'report.html').read_text()
+  assert 'Mini batches of' not in (run / 'report.html').read_text()
 
 
 def test_a_run_without_metrics(tmp_path):
   run = make_run(tmp_path / 'run')
   path = run / 'metrics.jsonl'
-  path.write_bytes(path.read_bytes() + b'{"kind": "tr')  # Being written now.
+  path.write_bytes(path.read_bytes() + b'{"kind": "tr')  # Still being written.
   assert len(reporting.load(run).outer) == 3
   path.unlink()
   reporting.write_run(reporting.load(run), run, ignore)
@@ -487,7 +492,7 @@ def test_a_run_without_metrics(tmp_path):
 
 
 def test_other_evaluations_have_tables_of_their_own(tmp_path):
-  """Under other radii, on fewer images, and a second one that is the same."""
+  """Shows evaluations with other radii, fewer images, and a second seed."""
   wider = attacks.six_threats(0.5, 2.0, 9.0)
   found = [
     *run_evaluations(),
@@ -552,7 +557,7 @@ def test_a_file_that_cannot_be_read_is_named(content, tmp_path):
   run = make_run(tmp_path / 'run')
   path = run / 'eval' / '3' / 'outcomes.npz'
   if content is None:
-    make_outcomes().save(path)  # Of some network, but of none of a run.
+    make_outcomes().save(path)  # Of a network that is not of a run.
   else:
     path.write_bytes(content)
   with pytest.raises(UserError, match=re.escape(str(path))):
@@ -564,7 +569,7 @@ def test_a_file_that_cannot_be_read_is_named(content, tmp_path):
 
 @pytest.fixture(scope='module')
 def merged(tmp_path_factory):
-  """Runs of three methods, with three seeds, two and one."""
+  """Returns runs of three methods, with three seeds, two and one."""
   folder = tmp_path_factory.mktemp('merged')
   found = {}
   for method, seeds in (
@@ -766,7 +771,7 @@ def test_evaluations_from_the_command_line(evaluated, tmp_path):
   result = run_report(folders[2])
   assert result.returncode == 1
   assert str(folders[2]) in result.stderr
-  # `mwrobust.evaluate` keeps the curve inside.
+  # `mwrobust.evaluate` keeps the curve in a subfolder.
   folders[2].rename(folders[0] / 'curve')
   result = run_report(folders[0])
   assert result.returncode == 0, result.stderr

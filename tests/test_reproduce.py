@@ -1,4 +1,4 @@
-"""What a table of the paper needs, what it costs, and one that is made."""
+"""Tests the plans and costs of the paper's tables, and makes one."""
 
 import json
 import os
@@ -49,7 +49,7 @@ NETWORKS = ('h=1', 'h=2 average', 'h=2 ensemble')
 
 
 def plan(table, shared, seeds, folder, **more):
-  """The plan of a table whose methods have the same seeds."""
+  """Returns the plan of a table whose methods have the same seeds."""
   words = [str(seed) for seed in seeds]
   by_method = reproduce.seeds_by_method(table, words, ())
   return tables.plan(table, shared, by_method, folder, **more)
@@ -116,7 +116,7 @@ def test_the_tables_are_those_of_the_paper():
       shown |= {(method, names[kind]) for kind in others}
     columns = {column for column in figures if column[0] in table.methods}
     assert shown & columns
-    # Convexity is about averages only.
+    # Convexity only compares averages.
     assert columns <= shown or name == 'convexity'
     for row in table.rows:
       assert all(row in figures[column] for column in columns)
@@ -273,7 +273,7 @@ def test_an_ensemble_of_all_is_in_its_table(tmp_path):
 def test_a_run_of_another_config_is_refused_before_anything_runs(
   tiny_run, tmp_path
 ):
-  """Not after days of training what comes before it."""
+  """Refuses before any training, not after days of it."""
   planned = plan(tables.TABLES['mnist'], tiny(), [0], tmp_path)
   copy_run(tiny_run, planned[-1].workdir, **{'train.T': 4})
   with pytest.raises(UserError, match=r'train\.T: 4 there, 3 here'):
@@ -289,7 +289,7 @@ def logged(workdir, kind):
 
 
 class NoCheckpoints:
-  """Where nothing is saved."""
+  """Replaces checkpoints, without saving anything."""
 
   def __init__(self, workdir, keep):
     del workdir, keep
@@ -305,12 +305,12 @@ class NoCheckpoints:
 
 
 def rehearse(config, workdir, worst=None):
-  """The real loop of training, with steps that do not compute anything.
+  """Runs the real training loop with steps that compute nothing.
 
   Args:
-    config: of the run.
-    workdir: of the run.
-    worst: the number of the threat that validation finds the highest loss for.
+    config: the config of the run.
+    workdir: the folder of the run.
+    worst: the number of the threat with the highest validation loss.
   """
   real = prepare(config)
 
@@ -361,7 +361,7 @@ def rehearsal(method, **changes):
 
 @pytest.fixture(scope='module')
 def rehearsed(tmp_path_factory):
-  """By method: the config, the last row of metrics, and the workdir."""
+  """Returns by method the config, the last row of metrics and the workdir."""
   found = {}
   for method in REHEARSED:
     workdir = tmp_path_factory.mktemp('rehearsed')
@@ -374,12 +374,12 @@ def rehearsed(tmp_path_factory):
 def test_the_cost_of_training_is_what_training_counts(rehearsed, method):
   config, last, _ = rehearsed[method]
   training, _ = planning.gradient_evaluations(config)
-  # For round robin too: 18 mini batches are three for each of six threats.
+  # Also for round robin: 18 mini batches are three for each of six threats.
   assert training == last['gradient_evaluations']
 
 
 def test_methods_of_one_budget_cost_the_same(tmp_path):
-  """Up to a mini batch in each of three outer steps."""
+  """Checks the budget up to a mini batch per outer step."""
   budget = 100_000
   for method in REHEARSED:
     config = rehearsal(method, **{'train.budget': budget})
@@ -401,7 +401,7 @@ def test_methods_of_one_budget_cost_the_same(tmp_path):
 )
 @pytest.mark.parametrize('worst', [0, 1])
 def test_a_budget_is_spent_whatever_is_chosen(method, worst, tmp_path):
-  """Also if all that is chosen is cheap, or all is twenty times as dear."""
+  """Checks the budget if all choices are cheap, or 20 times as expensive."""
   budget = 15_000
   fields = {
     'threats.only': ('pixel_linf', 'pixel_l1'),
@@ -424,7 +424,7 @@ def test_a_budget_is_spent_whatever_is_chosen(method, worst, tmp_path):
 
 
 def test_rate_radii_and_outer_steps_of_a_budget(tmp_path):
-  """By hand: in turn, a mini batch takes 20 x 2 and 20 x 4 gradients."""
+  """Computes by hand: mini batches take 20 x 2 and 20 x 4 gradients in turn."""
   fields = {
     'threats.only': ('pixel_linf', 'pixel_l1'),
     'attack.steps': 1,
@@ -458,7 +458,7 @@ def test_rate_radii_and_outer_steps_of_a_budget(tmp_path):
 
 
 def test_a_budget_that_is_too_small_is_refused():
-  """Before anything runs."""
+  """Refuses before anything runs."""
   config = rehearsal('round_robin', **{'train.budget': 100})
   with pytest.raises(UserError, match=r'train\.budget = 100'):
     planning.gradient_evaluations(config)
@@ -468,7 +468,7 @@ def test_the_cost_of_greedy_has_a_validation_more(rehearsed):
   config, last, _ = rehearsed['greedy']
   training, _ = planning.gradient_evaluations(config)
   validation = 4 * 30 * (4 * 3 + 2 * 7)
-  # All losses are alike here, and the first of them takes 3 steps.
+  # All losses are equal here, and the first threat takes 3 steps.
   assert last['gradient_evaluations'] == validation + 18 * 20 * (3 + 1)
   mean = (4 * 3 + 2 * 7) / 6
   assert training == round(validation + 18 * 20 * (mean + 1))
@@ -494,13 +494,13 @@ def test_an_outer_step_may_be_a_part_of_an_epoch():
   assert (schedule.steps_per_epoch, schedule.total) == (6, 9)
   training, _ = planning.gradient_evaluations(half)
   assert training == 9 * 20 * (2 + 1) + 3 * 30 * 12
-  least = tiny(**{'train.r': 0.01})  # A mini batch at least.
+  least = tiny(**{'train.r': 0.01})  # At least one mini batch.
   assert prepare(least).schedule.total == 3
 
 
 def test_the_cost_of_the_tiny_run(tiny_run):
   training, cost = planning.gradient_evaluations(tiny())
-  # All threats take two steps there, so it is known before who is chosen.
+  # All threats take two steps there, so the choices do not matter.
   assert training == logged(tiny_run, 'outer')[-1]['gradient_evaluations']
   full = {
     network: outcomes.evaluations()[1]
@@ -542,14 +542,14 @@ def test_the_cost_of_the_paper():
 
 
 def test_the_cost_of_an_ensemble_of_all():
-  """Of T networks, beside the last one."""
+  """Counts an ensemble of T networks besides the last one."""
   ensemble = tiny(algorithm='ensemble', **{'train.T': 5})
   _, cost = planning.gradient_evaluations(ensemble)
   assert cost == (1 + 5) * 30 * ONCE
 
 
 def rows_of_plan(planned):
-  """By run: the status, and what is left in gradients."""
+  """Returns the status and the gradients left, by run."""
   text, left = planning.describe(planned)
   (table,) = tables_of(text)
   rows = {
@@ -621,7 +621,7 @@ def test_a_run_is_done_when_all_that_the_table_shows_is_there(
 
 
 def test_a_run_may_have_evaluations_of_more_images(tiny_run, tmp_path):
-  """Those of the flagship on all test images are not for the table."""
+  """Ignores evaluations on all test images, which the table does not use."""
   table = tables.TABLES['convexity']
   (planned,) = plan(table, tiny(), [0], tmp_path)
   copy_run(tiny_run, planned.workdir)
@@ -642,7 +642,7 @@ def test_a_run_may_have_evaluations_of_more_images(tiny_run, tmp_path):
 def test_an_evaluation_under_other_threats_does_not_count(
   field, value, tiny_run, tmp_path
 ):
-  """Whatever of them is another under the same name."""
+  """Evaluates again if a threat of the same name differs."""
 
   def alter(outcomes):
     outcomes.settings['threats'][1][field] = value
@@ -670,7 +670,7 @@ def test_an_evaluation_that_was_interrupted_needs_no_training(
 
 
 def timed_runs(table, folder, seconds, **fields):
-  """The runs of a table, which took so long by method and seed."""
+  """Makes the runs of a table with these times by method and seed."""
   found = []
   for run in plan(table, tiny(), [0, 1], folder):
     make_run(
@@ -728,7 +728,7 @@ def test_hours_are_compared_with_those_of_one_threat(tmp_path):
       f'{theirs[method] / theirs["single pixel_linf"]:.2f}',
     ]
     assert 'train.T 3 (paper: 20)' in note.markdown
-  # Other data take another time.
+  # Other data are not comparable.
   for _, cells, (note,) in rows_of('other', **{'data.name': 'mnist5k'}):
     assert cells == []
     assert 'data mnist5k (paper: mnist)' in note.markdown
@@ -764,7 +764,7 @@ def test_what_cannot_be_made_is_refused(words, message):
 
 @pytest.fixture(scope='module')
 def little(tmp_path_factory):
-  """A config file of the tiny run."""
+  """Writes a config file of the tiny run."""
   path = tmp_path_factory.mktemp('config') / 'little.py'
   path.write_text(
     f"""
@@ -779,7 +779,7 @@ get_config = tiny
 
 @pytest.fixture(scope='module')
 def made(little, tiny_run, tmp_path_factory):
-  """The table on MNIST, made where one of its runs was finished before."""
+  """Makes the table on MNIST, of which one run was already finished."""
   folder = tmp_path_factory.mktemp('made')
   shutil.copytree(tiny_run, folder / 'little' / 'multiplicative_weights-seed0')
   words = f'--config={little}', f'--workdir={folder}'
@@ -812,14 +812,14 @@ def test_a_dry_run_lists_and_writes_nothing(little, tmp_path):
     more = 30 * steps if 'greedy' in name else 0
     assert cells['training'] == f'{training + more:,}'
     assert cells['evaluation'] == f'{cost:,.0f}'
-  assert re.search(r'\d:\d\d left in all\.', result.stdout)
+  assert re.search(r'\d:\d\d left in total\.', result.stdout)
 
 
 def test_only_what_is_missing_is_trained(made, tiny_run):
   results, _, result = made
   assert result.returncode == 0, result.stderr
   finished = results / 'multiplicative_weights-seed0'
-  assert 'is trained already' not in result.stdout
+  assert 'is already trained' not in result.stdout
   assert (finished / 'metrics.jsonl').read_bytes() == (
     tiny_run / 'metrics.jsonl'
   ).read_bytes()
@@ -914,7 +914,7 @@ def test_restarts_only_evaluate_again(made):
       np.testing.assert_array_equal(many.correct_after_tries(1), one.correct)
       union = 100 * many.union.mean()
       assert by_protocol['paper-20']['union'] == pytest.approx(union)
-  # What one of its runs has more does not change the first table.
+  # Further evaluations of a run do not change the first table.
   result = run_reproduce('--table=mnist', *words)
   assert result.returncode == 0, result.stderr
   path = results / 'mnist.md'

@@ -1,4 +1,4 @@
-"""The search: the same effort for every method, on validation images only."""
+"""Tests the search: equal effort per method, on validation images only."""
 
 import json
 import os
@@ -55,7 +55,7 @@ def test_candidates_are_judged_on_validation_images(tmp_path):
 
 
 def made_candidate(candidate, share):
-  """Writes the run of a candidate, which was never trained."""
+  """Writes the run of a candidate without training it."""
   config = candidate.run.config
   about = about_network() | {'split': config.eval.split}
   outcomes = make_outcomes(
@@ -109,7 +109,7 @@ def test_radii_are_those_of_one_threat_alone(tmp_path):
   assert set(shown) == {'dct_linf', 'pixel_l1'}
   at = 0.05 + 0.05 * (high - 60) / (high - low)
   assert found['dct_linf']['eps with 60 %'] == f'{at:.3g}'
-  assert found['pixel_l1']['eps with 60 %'] == 'not between these'
+  assert found['pixel_l1']['eps with 60 %'] == 'outside these radii'
   with pytest.raises(UserError, match="--radii = 'dct_linff'"):
     search.plan_radii(config, {'dct_linff': [1.0]}, tmp_path)
   with pytest.raises(UserError, match='--radii=dct_l1'):
@@ -117,7 +117,7 @@ def test_radii_are_those_of_one_threat_alone(tmp_path):
 
 
 def test_a_search_from_the_shell(tmp_path):
-  """One threat, one radius; and the same command again trains nothing."""
+  """Searches one radius of one threat; the second call trains nothing."""
   path = tmp_path / 'little.py'
   path.write_text(
     f"""

@@ -65,7 +65,7 @@ def test_haar_by_hand():
   found = np.asarray(spaces.HAAR.forward(image))[..., 0]
   # Half of the sum; of the columns' difference; of the rows'; of both.
   np.testing.assert_allclose(found, [[9.0, -3.0], [-5.0, 1.0]], rtol=1e-5)
-  # Of a constant image of 8x8 only the first coefficient of three levels stays.
+  # A constant 8x8 image only has the first coefficient after three levels.
   constant = np.asarray(spaces.HAAR.forward(np.ones((8, 8, 1), np.float32)))
   assert constant[0, 0, 0] == pytest.approx(8.0)
   assert np.abs(constant).sum() == pytest.approx(8.0, rel=1e-5)
@@ -89,7 +89,7 @@ def test_a_basis_made_while_tracing_is_the_same():
 
 
 def test_a_basis_where_jax_has_no_cpu(monkeypatch):
-  """As with JAX_PLATFORMS=cuda."""
+  """Runs as with JAX_PLATFORMS=cuda."""
   expected = spaces.dct_basis(7)
   spaces.dct_basis.cache_clear()
 

@@ -31,7 +31,7 @@ BATCH = steps.Batch(
 
 
 class Network(nn.Module):
-  """Counts how often it is traced, and has BatchNorm."""
+  """Has BatchNorm, and counts how often it is traced."""
 
   traced = []  # noqa: RUF012
 
@@ -173,7 +173,7 @@ def test_all_threats_at_once():
     for i in range(6)
   ]
   _, mean = avg[1](avg[0], np.int32(0), BATCH)
-  # BatchNorm sees all copies at once, so they are alike, not the same.
+  # BatchNorm sees all copies at once, so they are similar, not the same.
   assert float(mean) == pytest.approx(np.mean(losses), rel=0.2)
 
 
@@ -290,6 +290,6 @@ def test_rate_and_radii_follow_the_mini_batches_of_each_threat():
     now, _ = train_step(now, np.int32(index), BATCH)
   jax.effects_barrier()
   assert now.chosen.tolist() == [2, 1, 0, 0, 0, 0]
-  # The rate sees what is done before the mini batch, the radii that with it.
+  # The rate uses the progress before the mini batch, the radii that after it.
   assert sorted({v for name, v in seen if name == 'rate'}) == [0, 0.25, 0.75]
   assert sorted({v for name, v in seen if name == 'radii'}) == [0.25, 0.75, 1]

@@ -1,4 +1,4 @@
-"""What is installed from a wheel, outside of the checkout."""
+"""Tests the programs of a wheel, outside the checkout."""
 
 import os
 import pathlib
@@ -19,7 +19,7 @@ ROOT = pathlib.Path(__file__).parents[1]
 
 @pytest.fixture(scope='module')
 def wheel(tmp_path_factory):
-  """Builds the wheel from a copy, as building leaves files behind."""
+  """Builds the wheel from a copy, because building leaves files behind."""
   source = tmp_path_factory.mktemp('source')
   for name in ('mwrobust', 'configs'):
     ignore = shutil.ignore_patterns('__pycache__')

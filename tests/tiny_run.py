@@ -1,4 +1,4 @@
-"""A run of all six threats, as small as it gets."""
+"""A tiny run of all six threats."""
 
 import functools
 
@@ -22,7 +22,7 @@ TINY = {
 
 
 def tiny(**changes):
-  """The quickstart, as small as it gets."""
+  """Returns a tiny version of the quickstart."""
   config = config_lib.preset('paper', 'mnist')
   for fields in config_lib.threat_table(config).values():
     fields.attack = {}

@@ -1,8 +1,7 @@
 """Attacks that any JAX project can import: pure functions, and only JAX.
 
 A `Threat` says what the adversary may do, an attack how hard it tries, and
-`make_attack` makes a function of the two, to be used on whatever network you
-have:
+`make_attack` makes a function of the two that attacks any network:
 
 >>> import jax, jax.numpy as jnp
 >>> from mwrobust import attacks
@@ -17,9 +16,9 @@ have:
 >>> adversarial.shape
 (4, 8, 8, 3)
 
-Call it inside `jax.jit`, with the parameters as an argument of the jitted
-function, as one calls `jax.grad`. Values cannot be checked in there, so check
-them once before:
+Call it inside `jax.jit` as you would call `jax.grad`, with the parameters as an
+argument of the jitted function. Values cannot be checked there, so check them
+once before:
 
 >>> attacks.check(images, labels, logits_fn, [threat])
 >>> @jax.jit
@@ -30,19 +29,19 @@ them once before:
 The attacks, for every norm and space:
 
   pgd(40), slide(100)                the paper's; the last iterate is the result
-  momentum(10)                       for training: few steps, hard to mislead
+  momentum(10)                       for training: few steps, hard to fool
   apgd(100, loss='ce')               AutoAttack's APGD
-  apgd(100, loss='dlr', targets=9)   the same, towards nine classes in turn
+  apgd(100, loss='dlr', targets=9)   the same, towards each of nine classes
   fab(100, targets=9)                the nearest decision boundary
   square(5000)                       random search, without gradients
 
-What one of them leaves is for the next; AutoAttack runs the last four in that
-order. Each takes `restarts`. Those four stop when the whole batch is fooled and
-return the first image that fools the network, else the one with the highest
-loss; the others return the last iterate.
+Each takes `restarts`. AutoAttack runs the last four in that order, each on the
+images that survived the ones before. Those four stop when the whole batch is
+fooled and return the first image that fools the network, else the one with the
+highest loss; the others return the last iterate.
 
-`make_switch` holds many threats behind one traced index. Threats with the same
-rule share one compiled gradient, however many there are:
+`make_switch` selects one of many threats by a traced index. Threats with the
+same rule share one compiled gradient, however many there are:
 
 >>> threats = attacks.six_threats(linf=0.3, l2=1.0, l1=5.0)
 >>> [threat.name for threat in threats]
@@ -52,11 +51,11 @@ rule share one compiled gradient, however many there are:
 >>> switch(logits_fn, index, jax.random.key(0), images, labels).shape
 (4, 8, 8, 3)
 
-What holds for all of them: images are float32 [B, H, W, C] in [0, 1], before
-and after; normalisation is the network's business. Gradients do not flow
-through the result. `ids` (int32 [B]) seeds each example by its own id, so that
-what happens to an image does not depend on the batch it is in. `scale`, which
-may be traced, multiplies the radius and the step size, as a curriculum does.
+All attacks take and return float32 images [B, H, W, C] in [0, 1];
+normalisation is the network's business. Gradients do not flow through the
+result. `ids` (int32 [B]) seeds each example by its own id, so that the result
+for an image does not depend on its batch. `scale`, which may be traced,
+multiplies the radius and the step size, for a curriculum.
 """
 
 from mwrobust.attacks.checks import check

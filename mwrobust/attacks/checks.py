@@ -1,7 +1,7 @@
-"""What is wrong with an argument, said in one sentence.
+"""Checks of arguments, with errors that say what is wrong in one sentence.
 
-Shapes and types are checked wherever an attack is called, traced or not. Values
-can only be seen outside of `jax.jit`: `check` looks at them there.
+Every call of an attack checks shapes and types, traced or not. Values can only
+be seen outside `jax.jit`; `check` checks them there.
 """
 
 import math
@@ -13,11 +13,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from mwrobust.attacks import spaces
+
 Array = jax.Array
 
 
 def require(holds: bool, message: str) -> None:
-  """Raises a ValueError with the message if it does not hold."""
+  """Raises a ValueError with the message if the condition is False."""
   if not holds:
     raise ValueError(message)
 
@@ -33,7 +35,7 @@ def check_choice(field: str, value, choices: Iterable[str]) -> None:
 
 
 def check_count(field: str, value, lowest: int = 1) -> None:
-  """Refuses what is not an integer of at least `lowest`."""
+  """Refuses a value that is not an integer of at least `lowest`."""
   require(
     isinstance(value, numbers.Integral)
     and not isinstance(value, bool)
@@ -43,7 +45,7 @@ def check_count(field: str, value, lowest: int = 1) -> None:
 
 
 def check_radius(field: str, value) -> None:
-  """Refuses what is not a positive float32."""
+  """Refuses a value that is not a positive, normal float32."""
   limits = np.finfo(np.float32)
   require(
     is_real(value) and float(limits.tiny) <= value <= float(limits.max),
@@ -52,12 +54,12 @@ def check_radius(field: str, value) -> None:
 
 
 def is_real(value) -> bool:
-  """Tells whether the value is a real number, and no truth value."""
+  """Returns whether the value is a real number and not a bool."""
   return isinstance(value, numbers.Real) and not isinstance(value, bool)
 
 
 def check_key(key) -> Array:
-  """Returns the key as one of the generator that vmap does not change."""
+  """Returns a threefry key, whose numbers vmap does not change."""
   dtype = getattr(key, 'dtype', None)
   if dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key):
     require(
@@ -76,7 +78,7 @@ def check_key(key) -> Array:
 
 
 def check_batch(images, labels, ids, scale):
-  """Returns the batch as arrays, or raises a ValueError that says why not."""
+  """Returns the batch as arrays, or raises a ValueError with the reason."""
   images, labels = jnp.asarray(images), jnp.asarray(labels)
   require(
     images.dtype == jnp.float32 and images.ndim == 4,
@@ -115,7 +117,7 @@ def check_batch(images, labels, ids, scale):
 
 
 def check_index(field: str, index, count: int = 2**31):
-  """Returns the index; a traced one is clipped, as it cannot be refused."""
+  """Returns the index; a traced one cannot be refused, so it is clipped."""
   require(
     jnp.shape(index) == ()
     and jnp.issubdtype(jnp.result_type(index), jnp.integer),
@@ -132,7 +134,7 @@ def check_index(field: str, index, count: int = 2**31):
 
 
 def check_logits(logits: Array, labels: Array) -> Array:
-  """Returns the logits in float32: half precision is climbed in single."""
+  """Returns the logits in float32, also those in half precision."""
   shape = getattr(logits, 'shape', ())
   require(
     len(shape) == 2
@@ -154,7 +156,7 @@ def check_logits(logits: Array, labels: Array) -> Array:
 
 
 def check_space(space, image: jax.ShapeDtypeStruct) -> tuple[int, ...]:
-  """Returns the shape of the coefficients of such an image."""
+  """Returns the shape of the space's coefficients for such an image."""
   coefficients = jax.eval_shape(space.forward, image)
   back = jax.eval_shape(space.inverse, coefficients)
   for name, found, holds in (
@@ -164,7 +166,7 @@ def check_space(space, image: jax.ShapeDtypeStruct) -> tuple[int, ...]:
     require(
       holds and found.dtype == jnp.float32,
       f'{name} of space {space.name!r} returns {found} for an image {image}: '
-      'must be one float32 array, for inverse of that shape.',
+      'must be one float32 array; inverse must return the shape of the image.',
     )
   return coefficients.shape
 
@@ -177,8 +179,8 @@ def check(
 ) -> None:
   """Checks the values that an attack inside `jax.jit` cannot see.
 
-  Call it once, outside of jit, with a batch of the data. Raises a ValueError
-  that names what is wrong and what is allowed.
+  Call it once, outside jit, with a batch of the data. It raises a ValueError
+  that says what is wrong and what is allowed.
 
   Args:
     images: must be float32 [B, H, W, C] in [0, 1].
@@ -187,8 +189,6 @@ def check(
     logits_fn: the network; it is called on the images.
     threats: `Threat`s whose spaces must be invertible on these images.
   """
-  from mwrobust.attacks import spaces  # It checks, too.
-
   images, labels, _, _ = check_batch(images, labels, None, 1.0)
   if logits_fn is not None:
     check_logits(logits_fn(images), labels)
@@ -199,7 +199,7 @@ def check(
     back = jax.vmap(space.inverse)(coefficients)
     worst = float(jnp.max(jnp.abs(back - images), initial=0.0))
     require(
-      worst <= 1e-3,  # A NaN is no inverse either.
+      worst <= 1e-3,  # False for NaN.
       f'The inverse of space {space.name!r} is not one: inverse(forward(x)) '
       f'differs from x by {worst:.2g}.',
     )
@@ -217,10 +217,10 @@ def check(
 
 
 def is_concrete(value) -> bool:
-  """Tells whether the value can be looked at: whether it is not traced."""
+  """Returns whether the value is known, that is, not traced."""
   return not isinstance(value, jax.core.Tracer)
 
 
 def _range(array: Array) -> tuple[np.generic, np.generic]:
-  array = np.asarray(array)  # So that nothing is staged inside of a jit.
+  array = np.asarray(array)  # So that nothing is staged inside a jit.
   return array.min(), array.max()

@@ -1,7 +1,7 @@
 """The gradient attacks: PGD, SLIDE and APGD are one loop with different rules.
 
-Each round evaluates the loss and its gradient once, at the image the network is
-shown, and lets the rule choose the next point.
+Each iteration evaluates the loss and its gradient once, at the image shown to
+the network, and lets the rule choose the next point.
 """
 
 import dataclasses
@@ -36,22 +36,22 @@ class Ascent:
 
   Attributes:
     rule: `'pgd'`, `'momentum'` or `'apgd'`.
-    steps: gradient steps in all.
-    loss: what the steps climb: `'ce'`, `'margin'`, `'dlr'` or
+    steps: the total number of gradient steps.
+    loss: the loss to climb: `'ce'`, `'margin'`, `'dlr'` or
       `'probability_margin'`.
-    targets: if above 0, climbs towards each of the so many likeliest wrong
-      classes in turn.
+    targets: if above 0, the attack climbs towards each of this many likeliest
+      wrong classes in turn.
     radii: the balls to climb in, one after the other, in multiples of eps.
-      Larger ones first see over what masks the gradients near the image.
-    restarts: random starts.
+      Starting in larger ones avoids masked gradients near the image.
+    restarts: the number of random starts.
     step_size: the length of a step in the norm. If None, `pgd` takes 2.5 eps /
       steps, and `momentum` the radius of the ball, decaying to 0.
     percentile: with l1, a step moves the top (100 - percentile) %; `apgd`
-      adapts it.
-    random_start: start at a random point of the ball, or at the image.
-    result: which iterate is the result. `'last'`, as in the paper; `'highest'`,
-      that with the highest loss; `'fooling'`, the first that fools the network,
-      else the highest. The last stops when a whole batch is fooled.
+      ignores it and adapts the number.
+    random_start: whether to start at a random point of the ball, not the image.
+    result: which iterate to return: `'last'`, as in the paper; `'highest'`, the
+      one with the highest loss; or `'fooling'`, the first that fools the
+      network, else the highest. `'fooling'` stops once the batch is fooled.
   """
 
   rule: str
@@ -79,8 +79,8 @@ class Ascent:
       and self.radii[-1] == 1
       and all(1 <= radius < 1e6 for radius in self.radii)
       and self.steps >= len(self.radii),
-      f'radii={self.radii!r} is not allowed: must be numbers >= 1 of which the '
-      f'last is 1, at most steps={self.steps} of them.',
+      f'radii={self.radii!r} is not allowed: must be at most '
+      f'steps={self.steps} numbers >= 1, of which the last is 1.',
     )
     if self.step_size is not None:
       check_radius('step_size', self.step_size)
@@ -102,12 +102,12 @@ class Ascent:
 
   @property
   def tries(self) -> int:
-    """How often it climbs: from each start, towards each target."""
+    """The number of climbs: from each start, towards each target."""
     return self.restarts * max(1, self.targets)
 
   @property
   def stops_early(self) -> bool:
-    """Whether an example that is fooled is left alone."""
+    """Whether the attack skips examples that are already fooled."""
     return self.result == 'fooling'
 
 
@@ -121,7 +121,7 @@ def pgd(
   random_start: bool = True,
   restarts: int = 1,
 ) -> Ascent:
-  """Projected gradient ascent, the paper's: see `Ascent` for the arguments."""
+  """Returns the paper's projected gradient ascent; see `Ascent`."""
   return Ascent(
     rule='pgd',
     steps=steps,
@@ -135,7 +135,7 @@ def pgd(
 
 
 def slide(steps: int = 100, **options: Any) -> Ascent:
-  """The paper's name for `pgd` under l1, where steps are sparse."""
+  """Returns `pgd`, which under l1 takes the sparse steps of SLIDE."""
   return pgd(steps, **options)
 
 
@@ -148,10 +148,10 @@ def momentum(
   random_start: bool = True,
   restarts: int = 1,
 ) -> Ascent:
-  """PGD with momentum and decaying steps, the first of them in a larger ball.
+  """Returns PGD with momentum and decaying steps that starts in a larger ball.
 
-  A network that is trained against few steps learns to lead them astray; these
-  are harder to mislead than those of `pgd`. See `Ascent` for the arguments.
+  A network trained against few steps learns to misdirect them; these steps are
+  harder to misdirect than those of `pgd`. See `Ascent` for the arguments.
   """
   return Ascent(
     rule='momentum',
@@ -173,19 +173,19 @@ def apgd(
   restarts: int = 1,
   result: str = 'fooling',
 ) -> Ascent:
-  """AutoAttack's APGD, which chooses its step sizes itself.
+  """Returns AutoAttack's APGD, which chooses its step sizes itself.
 
-  Its first steps are in larger balls, for every norm (AutoAttack does so for l1
-  only): that finds most of what gradient masking hides. `radii=(1,)` is the
+  It starts in larger balls for every norm (AutoAttack does so only for l1),
+  which finds most of what gradient masking hides. `radii=(1,)` gives the
   original.
 
   Args:
-    steps: gradient steps in all.
+    steps: the total number of gradient steps.
     loss: see `Ascent`.
     targets: see `Ascent`. `loss='dlr', targets=9` is AutoAttack's APGD-T.
     radii: see `Ascent`.
-    restarts: random starts.
-    result: see `Ascent`; for training, `'highest'`.
+    restarts: the number of random starts.
+    result: see `Ascent`; use `'highest'` for training.
   """
   return Ascent(
     rule='apgd',
@@ -202,16 +202,16 @@ class Plan(NamedTuple):
   """An `Ascent` against a threat as arrays, so that a switch can choose one.
 
   Attributes:
-    count: how many steps.
+    count: the number of steps.
     targets: see `Ascent`.
     start_eps: the radius of the ball to start in.
-    spread: `apgd`: of how much larger a ball a uniform point is projected onto
-      it. With l1 that gives a few large entries, which differ more from start
-      to start than many small ones.
+    spread: `apgd`: the start is a uniform point of a ball this many times
+      larger, projected. With l1 it then has a few large entries, which differ
+      more from start to start than many small ones.
     random_start: see `Ascent`.
     steps: a `rules.Step` of arrays, with an entry for each step.
-    counts: for each point, and for the last: whether it is in the threat's own
-      ball, and so counts.
+    counts: for each point, including the last, whether it is in the threat's
+      own ball and so may be the result.
   """
 
   count: Array
@@ -226,7 +226,7 @@ class Plan(NamedTuple):
 def make_plan(
   ascent: Ascent, *, eps: float, norm: str, features: int, length: int
 ) -> Plan:
-  """Writes down a climb, padded to `length` steps for a switch over several."""
+  """Makes the plan of a climb, padded to `length` steps for a switch."""
   steps = rules.plan(
     ascent.rule,
     steps=ascent.steps,
@@ -254,7 +254,7 @@ def make_plan(
 
 
 class _Climb(NamedTuple):
-  """Where a climb is."""
+  """The state of a climb."""
 
   i: Array
   delta: Array
@@ -277,12 +277,12 @@ def prepare(
 
   Args:
     problem: the batch, the network and the threat.
-    plan: the steps, with values that may be traced.
+    plan: the steps; their values may be traced.
     rule: see `Ascent`.
     loss_fn: `loss_fn(logits, labels, targets)`.
     targets: the highest number of targets that the plan may have.
     result: see `Ascent`.
-    only_try: whether there is nothing to compare the result with.
+    only_try: whether this is the only climb, with no other to compare.
   """
   keeps_last, stops = result == 'last', result == 'fooling'
   init, update = rules.RULES[rule]
@@ -303,7 +303,7 @@ def prepare(
     value = problem.constant(lambda *args: total_loss(*args)[1], labels)
 
   def is_open(best: Best) -> Array:
-    """Whether what is found from now on may replace the best so far."""
+    """Returns whether a later point may replace the best so far."""
     return ~best.fooled if stops else jnp.ones_like(best.fooled)
 
   def step_at(i):
@@ -340,7 +340,7 @@ def prepare(
         counts = jnp.asarray(plan.counts)[now.i]
         best = better(best, found, counts & is_open(best))
       stuck = jnp.all(gradient == 0, axis=(1, 2, 3))
-      # Only the direction matters: rescaled, nothing under- or overflows.
+      # Only the direction matters; rescaling avoids under- and overflow.
       gradient = jax.vmap(norms.rescale)(gradient)
       gradient = jax.vmap(the_map.pull_back)(
         domain, now.delta, placed, gradient
@@ -371,6 +371,6 @@ def prepare(
 
 
 def noise(key: Array, size: int) -> Array:
-  """What random starts are made of: see `norms.Norm.random_start`."""
+  """Returns the noise that `norms.Norm.random_start` takes."""
   above = np.nextafter(np.float32(-1), np.float32(0))
   return jax.random.uniform(key, (size + 2,), jnp.float32, minval=above)

@@ -1,20 +1,20 @@
-"""Full-speed convolutions inside loops and switches on CPU, for any model.
+"""Makes convolutions inside loops and switches fast on CPU, for any model.
 
-Why this module exists: XLA's CPU backend has one fast convolution, for images
-NHWC and kernels HWIO. At the top level of a program a compiler pass brings
-every convolution into that form; inside the body of a `while` or a branch of
-a `conditional` it does not. There, the gradient with respect to the input
-(kernel `01oi`) runs 2 times slower on jax 0.10 and 20 times slower on 0.12,
-and an NCHW model (Equinox, ports from PyTorch) 30 times slower even forward.
-An attack is such a loop around such a gradient.
+XLA's CPU backend has one fast convolution, for images NHWC and kernels HWIO. At
+the top level of a program a compiler pass brings every convolution into that
+form; inside the body of a `while` or a branch of a `conditional` it does not.
+There, the gradient with respect to the input (kernel `01oi`) runs 2 times
+slower on jax 0.10 and 20 times slower on 0.12, and an NCHW model (Equinox,
+ports from PyTorch) 30 times slower even forward. An attack is such a loop
+around such a gradient.
 
-So we do what the pass would do: `eval_jaxpr` evaluates a traced function with
+So `eval_jaxpr` does what the pass would do: it evaluates a traced function with
 each convolution in the fast form, its operands transposed behind an
 `optimization_barrier` that keeps XLA from folding the transposes back. The
 results are bit-identical to those of the plain function at the top level.
 
-`tests/test_convolutions.py` compiles a plain loop and looks for the slow form;
-when that test fails, XLA no longer needs this module: delete it.
+`tests/test_convolutions.py` compiles a plain loop and looks for the slow form.
+When that test fails, XLA no longer needs this module: delete it.
 """
 
 import functools
@@ -28,8 +28,8 @@ from jax.extend import core
 
 Array = jax.Array
 
-# Primitives that call a jaxpr once: it is evaluated in place. (Their derivative
-# rules are not needed any more: the gradient has been taken.)
+# Primitives that call a jaxpr once, which is evaluated in place. (The gradient
+# has already been taken, so their derivative rules are no longer needed.)
 _CALLS = {
   'jit': 'jaxpr',
   'closed_call': 'call_jaxpr',
@@ -48,7 +48,7 @@ _KNOWN = {
   'precision',
   'preferred_element_type',
 }
-# Primitives that stay, with the jaxprs in these parameters rewritten.
+# Primitives that are kept, with the jaxprs in these parameters rewritten.
 _BODIES = {
   'scan': ('jaxpr',),
   'while': ('cond_jaxpr', 'body_jaxpr'),
@@ -59,16 +59,16 @@ _BODIES = {
 def eval_jaxpr(
   jaxpr: core.Jaxpr, consts: Sequence[Array], *args: Array
 ) -> list[Array]:
-  """`jax.core.eval_jaxpr`, with convolutions in the form that is fast on CPU.
+  """Works as `jax.core.eval_jaxpr`, with convolutions that are fast on CPU.
 
   Args:
     jaxpr: `jax.make_jaxpr(function)(*args).jaxpr`.
-    consts: the values the function closes over: `.consts` of the same.
+    consts: the values that the function closes over, `.consts` of the same.
     *args: the arguments.
 
   Returns:
-    The flat list of results. Nothing is rewritten on other platforms, or where
-    JAX has a form of convolutions or jaxprs that is not known here.
+    The flat list of results. Nothing is rewritten on other platforms, or if
+    this version of JAX has unknown forms of convolutions or jaxprs.
   """
   if jax.default_backend() == 'cpu':
     try:
@@ -80,7 +80,7 @@ def eval_jaxpr(
       return results
     except Exception as error:  # Whatever a newer JAX may do to its internals.
       warnings.warn(
-        'Convolutions inside of loops stay slow with this version of JAX: '
+        'Convolutions inside loops stay slow with this version of JAX: '
         f'{type(error).__name__}: {error}',
         stacklevel=2,
       )
@@ -110,7 +110,7 @@ def _eval_eqn(eqn: core.JaxprEqn, operands: list[Array]) -> list[Array]:
   if name == 'conv_general_dilated':
     return [_convolution(*operands, **params)]
   if name in _CALLS:
-    if params.get('differentiated'):  # What makes a remat compute twice.
+    if params.get('differentiated'):  # Makes a remat compute twice.
       operands = lax.optimization_barrier(operands)
     jaxpr, consts = _open(params[_CALLS[name]])
     return _evaluate(jaxpr, consts, *operands)
@@ -129,7 +129,7 @@ def _convolution(
   dimension_numbers: lax.ConvDimensionNumbers,
   **params,
 ) -> Array:
-  """The convolution as NHWC, HWIO -> NHWC (or its 1-D or 3-D counterpart)."""
+  """Convolves as NHWC, HWIO -> NHWC (or its 1-D or 3-D counterpart)."""
   given = {name for name, value in params.items() if not _is_empty(value)}
   if unknown := given - _KNOWN:
     raise ValueError(f'convolutions have {", ".join(sorted(unknown))}')
@@ -145,7 +145,7 @@ def _convolution(
 
 
 def _is_empty(value: object) -> bool:
-  """Whether a parameter says nothing, as a sharding that names no axis."""
+  """Returns whether a parameter is unset, such as a sharding without axes."""
   if isinstance(value, jax.sharding.NamedSharding):
     return not any(value.spec)
   return value is None
@@ -172,7 +172,7 @@ def _inverse(axes: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def _is_slow(jaxpr: core.Jaxpr) -> bool:
-  """Whether there is a convolution to rewrite, here or further in."""
+  """Returns whether a convolution has to be rewritten, here or further in."""
 
   def eqn_is_slow(eqn: core.JaxprEqn) -> bool:
     name = eqn.primitive.name

@@ -2,9 +2,9 @@
 
 Croce & Hein, "Minimally distorted Adversarial Examples with a Fast Adaptive
 Boundary Attack" (2020), targeted. It linearises the boundary between the label
-and a target class and steps onto that plane, in the shortest way that stays in
-the box. As it starts at the image and needs no slope of a loss, it sees what
-masked gradients hide from climbs.
+and a target class and takes the shortest step onto that plane that stays in the
+box. It starts at the image and climbs no loss, so it finds adversarial images
+that masked gradients hide from other attacks.
 """
 
 import dataclasses
@@ -22,9 +22,9 @@ from mwrobust.attacks.problem import Best, Problem, Tried, better, judge
 
 Array = jax.Array
 
-_MOST_BIAS = 0.1  # How far a step may be drawn towards the image's own plane.
-_OVERSHOOT = 1.05  # Of a step onto the plane.
-_BACK = 0.9  # Where to go on after a success, between the image and it.
+_MOST_BIAS = 0.1  # The largest weight of the step that starts at the image.
+_OVERSHOOT = 1.05  # A step onto the plane is this many times longer.
+_BACK = 0.9  # After a success, the search resumes at this share of delta.
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -32,9 +32,9 @@ class Fab:
   """The FAB attack; made by `fab`.
 
   Attributes:
-    steps: gradient steps of a try.
-    targets: how many of the likeliest wrong classes to aim at, one by one.
-    restarts: the first starts at the image, the others at random beside it.
+    steps: the number of gradient steps of a try.
+    targets: the number of likeliest wrong classes to aim at, one by one.
+    restarts: the number of starts: the first at the image, the others random.
   """
 
   steps: int
@@ -48,12 +48,12 @@ class Fab:
 
   @property
   def tries(self) -> int:
-    """How often it runs: from each start, towards each target."""
+    """The number of runs: from each start, towards each target."""
     return self.restarts * self.targets
 
   @property
   def stops_early(self) -> bool:
-    """An example that is fooled is left alone."""
+    """True: the attack skips examples that are already fooled."""
     return True
 
   def prepare(self, problem: Problem, eps: float, norm: norms.Norm):
@@ -62,17 +62,17 @@ class Fab:
 
 
 def fab(steps: int = 100, *, targets: int = 9, restarts: int = 1) -> Fab:
-  """Targeted FAB: see `Fab` for the arguments."""
+  """Returns targeted FAB; see `Fab` for the arguments."""
   return Fab(steps=steps, targets=targets, restarts=restarts)
 
 
 class _Search(NamedTuple):
-  """Where a search is."""
+  """The state of a search."""
 
   i: Array
   delta: Array
-  nearest: Array  # The shortest delta that fooled the network,
-  length: Array  # and its norm.
+  nearest: Array  # The shortest delta that fooled the network.
+  length: Array  # The norm of `nearest`.
   best: Best
   stuck: Array
 
@@ -96,7 +96,7 @@ def _prepare(attack: Fab, problem: Problem, eps: float, norm: norms.Norm):
 
   @jax.vmap
   def plane(domain, delta, placed, difference, gradient):
-    """The linearised boundary: its slope, and how far below it delta is."""
+    """Returns the linearised boundary: its slope, and its gap from delta."""
     largest = jnp.max(jnp.abs(jnp.nan_to_num(gradient)))
     slope = norms.rescale(gradient)
     slope = the_map.pull_back(domain, delta, placed, slope)
@@ -104,7 +104,7 @@ def _prepare(attack: Fab, problem: Problem, eps: float, norm: norms.Norm):
 
   @jax.vmap
   def step(domain, delta, slope, gap):
-    """Steps onto the plane, a little towards the image's own way there."""
+    """Steps onto the plane, biased towards the image's own step onto it."""
     low, high = domain.low, domain.high
     here = norm.to_plane(slope, gap, low - delta, high - delta)
     gap += jnp.vdot(slope, delta, precision=lax.Precision.HIGHEST)
@@ -168,7 +168,7 @@ def _prepare(attack: Fab, problem: Problem, eps: float, norm: norms.Norm):
     )
     search = lax.while_loop(goes_on, advance, search)
 
-    # ---- what fooled the network just outside of the ball may do so inside
+    # ---- a delta that fooled the network outside the ball may do so projected
     delta = jax.vmap(lambda *args: ball.project(*args, radius))(
       search.nearest, domain
     )

@@ -1,7 +1,7 @@
-"""Where the iterates of an attack live: perturbations of one image.
+"""The geometry of a threat: where the iterates of an attack may be.
 
 An iterate is the vector `delta = z - R(x)`. Everything here is written for one
-example and vmapped by the attacks.
+example; the attacks vmap it.
 """
 
 import dataclasses
@@ -17,17 +17,17 @@ from mwrobust.attacks.spaces import PIXEL, Space
 
 Array = jax.Array
 
-_EDGE = 1e-6  # A pixel so near to 0 or 1 is at the edge.
-_ROUNDS = 10  # Of Dykstra's. On linear models, more gain nothing.
+_EDGE = 1e-6  # A pixel this close to 0 or 1 counts as at the edge.
+_ROUNDS = 10  # Dykstra's rounds. On linear models, more gain nothing.
 
 
 class Domain(NamedTuple):
-  """What one image allows.
+  """The bounds of the perturbations of one image.
 
   Attributes:
-    centre: its coefficients R(x), a vector.
-    low: the lowest delta, where each coordinate has bounds of its own.
-    high: the highest.
+    centre: the image's coefficients R(x), a vector.
+    low: the lowest delta of each coordinate; -inf without bounds.
+    high: the highest delta of each coordinate; inf without bounds.
   """
 
   centre: Array
@@ -42,7 +42,7 @@ class Map:
   Attributes:
     space: the map R.
     clip: see `Threat`.
-    shape: of the coefficients.
+    shape: the shape of the coefficients.
   """
 
   space: Space
@@ -58,17 +58,17 @@ class Map:
     return Domain(centre, -unbounded, unbounded)
 
   def place(self, domain: Domain, delta: Array) -> tuple[Array, Array]:
-    """Returns R^-1(R(x) + delta), and what the network is shown of it."""
+    """Returns R^-1(R(x) + delta), and the image shown to the network."""
     placed = self._inverse(domain.centre + delta)
     return placed, placed if self.clip == 'end' else jnp.clip(placed, 0, 1)
 
   def pull_back(
     self, domain: Domain, delta: Array, placed: Array, gradient: Array
   ) -> Array:
-    """Turns a gradient with respect to the image shown into one for delta.
+    """Turns a gradient with respect to the image into one for delta.
 
-    Pixels that the clip holds take no part, nor do those at the edge that are
-    to move over it. In pixels it is the bounds that hold them.
+    Pixels that are clipped are left out, as are those at an edge that would
+    move over it. In the pixel space the bounds of the domain do this instead.
     """
     if self.clip == 'inside' and self.space is not PIXEL:
       too_low = placed <= jnp.where(gradient < 0, _EDGE, -_EDGE)
@@ -88,7 +88,7 @@ class Ball:
   norm: norms.Norm
 
   def random_start(self, noise: Array, eps: Array) -> Array:
-    """Returns a uniform point of the ball; `settle` or `project` it."""
+    """Returns a uniform point of the ball, still to be settled or projected."""
     return self.norm.random_start(noise, eps)
 
   def ascend(
@@ -105,14 +105,14 @@ class Ball:
   def project_for_momentum(
     self, delta: Array, domain: Domain, eps: Array
   ) -> Array:
-    """Projects a step before momentum is added; l1 has none, and waits."""
+    """Projects a step before momentum is added; skipped for l1, without it."""
     if self.norm is norms.L1:
       return delta
     return self.project(delta, domain, eps)
 
   @staticmethod
   def settle(delta: Array, domain: Domain, eps: Array) -> Array:
-    """Brings a point of the ball into the bounds, which do not lead out."""
+    """Clips a point of the ball to the bounds, which keeps it in the ball."""
     del eps
     return jnp.clip(delta, domain.low, domain.high)
 
@@ -126,19 +126,20 @@ class StrictBall(Ball):
   def ascend(
     self, delta: Array, gradient: Array, domain: Domain, keep: Array
   ) -> Array:
-    """Steps along the gradient, as far as the ball's steepest step goes.
+    """Returns a step along the gradient, as long as the ball's steepest step.
 
     The steepest step itself runs into the box. The gradient, projected, climbs
-    wherever ball and box both leave room.
+    wherever both ball and box leave room.
     """
     steepest = super().ascend(delta, gradient, domain, keep)
     return norms.L2.length(steepest) * norms.L2.ascend(gradient, True, keep)
 
   def project(self, delta: Array, domain: Domain, eps: Array) -> Array:
-    """Alternates between ball and box as Dykstra does.
+    """Projects onto ball and box with Dykstra's algorithm.
 
-    What a few rounds leave over is shrunk away: both sets are convex, and the
-    image itself is in both.
+    If the point is still outside the ball after a few rounds, it is shrunk
+    towards the image, which keeps it in the box: both sets are convex and
+    contain the image.
     """
 
     def alternate(_, state):
@@ -155,16 +156,16 @@ class StrictBall(Ball):
     return jnp.where(length > eps, eps / length, 1) * delta
 
   def settle(self, delta: Array, domain: Domain, eps: Array) -> Array:
-    """Projects: what brings an image into [0, 1] may lead out of the ball."""
+    """Projects, because a clip to [0, 1] may leave the ball."""
     return self.project(delta, domain, eps)
 
 
 class Geometry(NamedTuple):
-  """All that a threat means for an iterate.
+  """The geometry of a threat.
 
   Attributes:
-    map: between the image and the vector.
-    ball: where the vector may be.
+    map: the map between images and vectors.
+    ball: the ball that contains the vectors.
   """
 
   map: Map
@@ -174,7 +175,7 @@ class Geometry(NamedTuple):
 def make_geometry(
   space: Space, norm: str, clip: str, shape: tuple[int, ...]
 ) -> Geometry:
-  """Makes the geometry of a threat for coefficients of a shape."""
+  """Makes the geometry of a threat for coefficients of this shape."""
   the_map = Map(space, clip, shape)
   if clip == 'strict' and space is not PIXEL:
     return Geometry(the_map, StrictBall(norms.NORMS[norm], the_map))
@@ -182,9 +183,9 @@ def make_geometry(
 
 
 class Choice:
-  """Behaves as one of many maps or balls: that of a traced index.
+  """Behaves like one of many maps or balls, selected by a traced index.
 
-  Under vmap the index stays a scalar, so only the chosen one is computed.
+  Under vmap the index stays a scalar, so only the selected one is computed.
   """
 
   def __init__(self, options: list, index: Array):

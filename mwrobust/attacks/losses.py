@@ -1,8 +1,8 @@
 """Per-example losses: what attacks climb and training descends.
 
 Every loss maps logits [B, K] and labels [B] to [B] and rises as the network
-comes nearer to an error. Most attacks also have a targeted form of it, which
-rises as the class `targets` [B] comes nearer to being the answer.
+comes nearer to an error. Each of `LOSSES` has a targeted form, which rises as
+the class `targets` [B] comes nearer to being the answer.
 """
 
 import jax
@@ -19,17 +19,17 @@ def cross_entropy(logits: Array, labels: Array) -> Array:
 def log_odds(logits: Array, labels: Array) -> Array:
   """Returns the log odds against the label, log((1 - p) / p) - log(K - 1).
 
-  The cross entropy is a rising function of them, so a climb of either takes the
-  same steps. But where the network is sure of itself, p rounds to 1 and the
+  The cross entropy is a rising function of them, so climbing either takes the
+  same steps. But where the network is very confident, p rounds to 1 and the
   cross entropy to 0, and where its logits hardly differ, the cross entropy
-  rounds to log K: scaled logits would stop the climb. The log odds are accurate
-  at every scale.
+  rounds to log K: scaling the logits would stop the climb. The log odds are
+  accurate at every scale.
   """
   others = ~jax.nn.one_hot(labels, logits.shape[-1], dtype=bool)
-  ahead = logits - _pick(logits, labels)[:, None]  # Of the label.
+  ahead = logits - _pick(logits, labels)[:, None]
   ahead = jnp.where(others, ahead, -jnp.inf)
   most = jnp.max(ahead, axis=-1)
-  # Near 0, `expm1` and `log1p` keep the digits that a shift would take.
+  # Near 0, `expm1` and `log1p` keep the digits that a shift would lose.
   shifted = (jnp.abs(most) > 1) & jnp.isfinite(most)
   shift = jax.lax.stop_gradient(jnp.where(shifted, most, 0))
   odds = jnp.expm1(ahead - shift[:, None])
@@ -39,7 +39,7 @@ def log_odds(logits: Array, labels: Array) -> Array:
 def margin(logits: Array, labels: Array) -> Array:
   """Returns the largest other logit minus the label's: above 0 is an error.
 
-  Its gradient does not vanish where the network is sure of itself.
+  Its gradient does not vanish where the network is very confident.
   """
   return _largest_other(logits, labels) - _pick(logits, labels)
 
@@ -50,11 +50,11 @@ def probability_margin(logits: Array, labels: Array) -> Array:
 
 
 def dlr(logits: Array, labels: Array) -> Array:
-  """Returns the margin over the distance of the largest and the third logit.
+  """Returns the margin, divided by the largest minus the third largest logit.
 
   This is AutoAttack's loss: the scale of the logits cancels. With two classes
-  there is no third logit, and no scale that could lead astray either: the
-  direction of the gradient is that of the margin.
+  there is no third logit, and the margin itself is returned: the scale does not
+  change the direction of its gradient.
   """
   if logits.shape[-1] < 3:
     return margin(logits, labels)
@@ -83,8 +83,8 @@ def targeted_probability_margin(
 def targeted_dlr(logits: Array, labels: Array, targets: Array) -> Array:
   """Returns AutoAttack's targeted loss, scaled by the four largest logits.
 
-  With three classes the target may be the third itself, and the quotient a
-  constant: there the scale is no part of the gradient. With two, see `dlr`.
+  With three classes the target may itself be the third and the quotient a
+  constant, so no gradient flows through the scale. With two, see `dlr`.
   """
   margins = targeted_margin(logits, labels, targets)
   classes = logits.shape[-1]
@@ -109,8 +109,8 @@ def _largest_other(logits: Array, labels: Array) -> Array:
 def _largest(logits: Array, count: int) -> list[Array]:
   """Returns the `count` largest logits, largest first.
 
-  Found one after the other: for so few, that is faster than a sort, and its
-  gradient is, too.
+  For so few, one argmax after the other is faster than a sort; so is its
+  gradient.
   """
   found = []
   for _ in range(count):
@@ -122,7 +122,7 @@ def _largest(logits: Array, count: int) -> list[Array]:
 
 
 LOSSES = {
-  'ce': log_odds,  # The cross entropy's climb, at every scale of the logits.
+  'ce': log_odds,  # Climbs like the cross entropy, at any scale of the logits.
   'margin': margin,
   'dlr': dlr,
   'probability_margin': probability_margin,

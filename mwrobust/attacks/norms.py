@@ -1,8 +1,8 @@
 """Norms: a ball, its steepest ascent and its projections, for one example.
 
-Each function takes the perturbation or gradient of ONE example, a vector, and
-is meant to be vmapped over the batch. A box `low <= delta <= high` around zero
-may be in the way (in pixels, [0, 1] is); without one the bounds are infinite:
+Each function takes the perturbation or gradient of ONE example, a vector; vmap
+it over the batch. A box `low <= delta <= high` around zero may limit the
+perturbation ([0, 1] does in pixels); without one the bounds are infinite:
 
 >>> import jax.numpy as jnp
 >>> free = jnp.full(3, -jnp.inf), jnp.full(3, jnp.inf)
@@ -13,9 +13,9 @@ may be in the way (in pixels, [0, 1] is); without one the bounds are infinite:
 >>> L2.ascend(jnp.array([3e-20, 4e-20]), True, keep=1).round(3).tolist()
 [0.6..., 0.8...]
 
-Every projection is exact and none of them sorts: a sort is slow on a CPU.
-Sums are written as products with a vector of ones: XLA's CPU backend
-vectorises matmuls but not reductions, and sums are what these functions do.
+Every projection is exact, and none of them sorts, which is slow on a CPU. Sums
+are written as products with a vector of ones, because XLA's CPU backend
+vectorises matmuls but not reductions.
 """
 
 import dataclasses
@@ -34,22 +34,22 @@ class Norm:
 
   Attributes:
     name: `'linf'`, `'l2'`, `'l1'`.
-    length: `length(x)`: the norm of x.
-    random_start: `random_start(noise, eps)`: from n + 2 independent uniform
-      numbers in (-1, 1), a uniform point of the eps-ball in n dimensions.
-      (Made from noise, not from a key, so that all norms share one generator:
-      compiling it takes longer than all else here.)
-    ascend: `ascend(gradient, free, keep)`: the step that climbs, whatever the
-      gradient's scale: of length one in the coordinates that are `free` to
-      move (zero if the gradient is). The others are pushed alike, against their
-      bounds, so that a projection onto ball and box does not take them back.
-      For l1 a step moves the `keep` steepest of the free coordinates by equal
-      shares.
-    project: `project(x, low, high, eps)`: the point of the eps-ball and the
-      box nearest to x in the Euclidean distance.
-    to_plane: `to_plane(slope, gap, low, high)`: the shortest step d in this
-      norm with `slope @ d = gap` inside the box. Where the box does not reach
-      the plane, the step that comes nearest to it.
+    length: `length(x)` is the norm of x.
+    random_start: `random_start(noise, eps)` turns n + 2 independent uniform
+      numbers in (-1, 1) into a uniform point of the eps-ball in n dimensions.
+      (It takes noise, not a key, so that all norms share one generator, which
+      takes longer to compile than everything else here.)
+    ascend: `ascend(gradient, free, keep)` is the step of steepest ascent. Its
+      length is one in the coordinates that are `free` to move, whatever the
+      scale of the gradient (zero if the gradient is). The other coordinates are
+      pushed against their bounds in the same way, so that a projection onto
+      ball and box does not pull them back. For l1 the step moves the `keep`
+      steepest free coordinates by equal amounts.
+    project: `project(x, low, high, eps)` is the point of the eps-ball and the
+      box that is nearest to x in Euclidean distance.
+    to_plane: `to_plane(slope, gap, low, high)` is the shortest step d in this
+      norm with `slope @ d = gap` inside the box. If the box does not reach the
+      plane, it is the step that comes nearest to it.
   """
 
   name: str
@@ -82,17 +82,17 @@ def _count(holds: Array) -> Array:
 
 
 def _room(direction: Array, low: Array, high: Array) -> Array:
-  """How far each coordinate can go the way it is to go."""
+  """Returns how far each coordinate can move in the given direction."""
   return jnp.where(direction > 0, high, -low)
 
 
 def _fill(weight: Array, rate: Array, room: Array, goal: Array) -> Array:
   """Finds t with `sum(weight * min(t * rate, room)) = goal`.
 
-  The sum is concave in t, so Newton's method from the left never overshoots,
-  and as the sum is piecewise linear it arrives in as many steps as there are
-  changes of the set of coordinates with room left. Where all the room does not
-  suffice, t is so large that every coordinate is at its end.
+  The sum is concave in t, so Newton's method from the left never overshoots. It
+  is also piecewise linear, so it takes as many steps as the set of coordinates
+  with room left changes. If all the room does not suffice, t is so large that
+  every coordinate is at its bound.
   """
 
   def newton(state):
@@ -120,7 +120,7 @@ def _linf_random_start(noise: Array, eps: Array) -> Array:
 
 
 def _linf_ascend(gradient: Array, free: Array, keep: Array) -> Array:
-  del free, keep  # All go as far as they can, and only l1 is sparse.
+  del free, keep  # Every coordinate moves; only l1 is sparse.
   return jnp.sign(_known(gradient))
 
 
@@ -139,9 +139,9 @@ def _linf_to_plane(slope: Array, gap: Array, low: Array, high: Array) -> Array:
 
 
 def _unit(x: Array) -> tuple[Array, Array]:
-  """The unit vector of x (0 for 0), and the length of x.
+  """Returns the unit vector of x (0 for 0), and the length of x.
 
-  Scaled, so that the squares of 1e-20 and 1e20 do not leave float32.
+  Scales x first, so that the squares of 1e-20 and 1e20 fit into float32.
   """
   scaled = rescale(x)
   length = jnp.sqrt(total(scaled * scaled))
@@ -171,14 +171,14 @@ def _l2_ascend(gradient: Array, free: Array, keep: Array) -> Array:
 def _l2_project(x: Array, low: Array, high: Array, eps: Array) -> Array:
   """Shrinks by the factor s for which clip(s x, low, high) has length eps.
 
-  In units of eps, sum min(s^2 x^2, room^2) = 1 is what `_fill` solves.
+  In units of eps, `_fill` solves sum min(s^2 x^2, room^2) = 1.
   """
-  eps = jnp.maximum(eps, 1e-30)  # A radius of 0 is one, too.
+  eps = jnp.maximum(eps, 1e-30)  # A radius of 0 is allowed.
   scaled = rescale(x)
   room = jnp.square(_room(x, low, high) / eps)
   inside = jnp.clip(x, low, high)
   is_inside = total(jnp.minimum(jnp.square(x / eps), room)) <= 1
-  # Where nothing is to be done, an empty goal is reached at once.
+  # A point that is already inside gets a goal of 0, which is reached at once.
   goal = jnp.where(is_inside, 0.0, 1.0)
   square = _fill(jnp.ones_like(x), scaled * scaled, room, goal)
   shrunk = jnp.clip(eps * jnp.sqrt(square) * scaled, low, high)
@@ -200,19 +200,18 @@ def _l1_length(x: Array) -> Array:
 
 
 def _l1_random_start(noise: Array, eps: Array) -> Array:
-  # n of n + 1 exponentials over the sum of all are uniform in the simplex and
-  # its inside; with random signs, in the ball.
+  # n of n + 1 exponentials, divided by the sum of all, are uniform in the solid
+  # simplex; with random signs, in the ball.
   exponential = -jnp.log1p(-jnp.abs(noise[:-1]))
   point = jnp.sign(noise[:-2]) * exponential[:-1]
   return eps * point / total(exponential)
 
 
 def _threshold(size: Array, mass: Array, goal: Array) -> Array:
-  """The largest entry t of `size` with `sum(mass[size >= t]) >= goal`.
+  """Returns the largest entry t of `size` with `sum(mass[size >= t]) >= goal`.
 
-  Floats that are not negative are ordered like their bits, so the answer is
-  found bit by bit. On a CPU these 31 sums are several times cheaper than a
-  sort or `lax.top_k`.
+  Non-negative floats are ordered like their bits, so t is found bit by bit. On
+  a CPU these 31 sums are several times cheaper than a sort or `lax.top_k`.
   """
   bits = lax.bitcast_convert_type(size, jnp.int32)
 
@@ -227,7 +226,7 @@ def _threshold(size: Array, mass: Array, goal: Array) -> Array:
 
 
 def _l1_ascend(gradient: Array, free: Array, keep: Array) -> Array:
-  """SLIDE: equal shares for the `keep` largest of |gradient|."""
+  """Returns SLIDE's step: equal shares for the `keep` largest |gradient|."""
   size = jnp.abs(_known(gradient))
   mobile = jnp.where(free, size, 0)
   threshold = _threshold(mobile, jnp.ones_like(size), keep)
@@ -237,12 +236,12 @@ def _l1_ascend(gradient: Array, free: Array, keep: Array) -> Array:
 
 
 def _l1_project(x: Array, low: Array, high: Array, eps: Array) -> Array:
-  """Soft thresholding inside the box: min(max(|x| - threshold, 0), room).
+  """Soft-thresholds inside the box: min(max(|x| - threshold, 0), room).
 
   The sum of these is piecewise linear in the threshold. Newton's method, with
-  a bracket that halves wherever a step would leave it, finds the threshold at
+  a bracket that is halved when a step would leave it, finds the threshold at
   which the sum is eps. The threshold is measured down from the largest |x|, so
-  that huge x cost no digits.
+  that huge x lose no digits.
   """
   size = jnp.abs(x)
   room = jnp.minimum(_room(x, low, high), eps)  # Nothing goes further.
@@ -265,7 +264,7 @@ def _l1_project(x: Array, low: Array, high: Array, eps: Array) -> Array:
     done = (step == below) | (jnp.abs(found - eps) <= 2e-7 * eps)
     return lowest, highest, jnp.where(done, below, step), done, i + 1
 
-  # Without a box what lies eps below the top ends at zero: start there.
+  # Without a box, entries eps below the top end at zero, so start there.
   is_free = jnp.all((room >= eps) | (size == 0))
   highest = jnp.where(is_free, jnp.minimum(top, eps), top)
   inside = jnp.clip(x, low, high)
@@ -293,11 +292,11 @@ def _l1_to_plane(slope: Array, gap: Array, low: Array, high: Array) -> Array:
   return jnp.sign(slope) * step
 
 
-_FARTHEST = 1e6  # No plane further away is ever of use to an attack.
+_FARTHEST = 1e6  # A plane further away is of no use to an attack.
 
 
 def _towards(slope: Array, gap: Array) -> tuple[Array, Array]:
-  """The plane with a slope of at most 1 and a gap of at least 0."""
+  """Rescales the plane to slopes of at most 1 and a gap of at least 0."""
   slope = jnp.nan_to_num(slope)
   largest = jnp.max(jnp.abs(slope))
   gap = jnp.nan_to_num(gap) / jnp.where(largest > 0, largest, 1)

@@ -1,4 +1,4 @@
-"""What all attacks share: the batch, the network, and what was found so far."""
+"""What all attacks share: the batch, the network, and the results so far."""
 
 from collections.abc import Callable
 from typing import NamedTuple
@@ -19,7 +19,7 @@ class Best(NamedTuple):
 
   Attributes:
     delta: [B, n], in the coefficients of the threat's space.
-    loss: [B], what the attack climbs; -inf before the first.
+    loss: [B], the loss that the attack climbs; -inf before the first point.
     fooled: bool [B], whether the network is wrong there.
   """
 
@@ -29,18 +29,18 @@ class Best(NamedTuple):
 
 
 class Spent(NamedTuple):
-  """What was evaluated while an example was in the batch, int32 [B].
+  """The evaluations of the batch that an example was in, int32 [B].
 
   Attributes:
-    gradients: gradients of the loss, each with its forward pass.
-    forwards: forward passes without a gradient.
+    gradients: the number of loss gradients, each with its forward pass.
+    forwards: the number of forward passes without a gradient.
   """
 
   gradients: Array
   forwards: Array
 
   def plus(self, *, gradients: Array | int = 0, forwards: Array | int = 0):
-    """Returns the sum."""
+    """Returns the counts with these added."""
     return Spent(self.gradients + gradients, self.forwards + forwards)
 
 
@@ -48,9 +48,9 @@ class Tried(NamedTuple):
   """The outcome of all tries so far.
 
   Attributes:
-    best: what they have found.
+    best: the best perturbation found.
     stuck: bool [B], whether the last gradient was zero in every pixel.
-    spent: what they have cost.
+    spent: the evaluations made.
   """
 
   best: Best
@@ -59,32 +59,32 @@ class Tried(NamedTuple):
 
 
 class Problem(NamedTuple):
-  """A batch and the threat to it; what is per example has a first axis B."""
+  """A batch and its threat; fields per example have a first axis B."""
 
   logits_fn: Callable[[Array], Array]
   images: Array
   labels: Array
   key: Array
   ids: Array
-  scale: Array  # What multiplies the radius.
+  scale: Array  # Multiplies the radius.
   geometry: Geometry
   domain: Domain
 
   @property
   def nothing(self) -> Tried:
-    """What there is before the first try: the images themselves."""
+    """The result before the first try: the images themselves."""
     loss = jnp.full_like(self.images[:, 0, 0, 0], -jnp.inf)
     delta = jnp.zeros_like(self.domain.centre)
     no, zero = jnp.zeros_like(loss, bool), jnp.zeros_like(loss, jnp.int32)
     return Tried(Best(delta, loss, no), no, Spent(zero, zero))
 
   def keys(self, number: Array) -> Array:
-    """Returns a key for each example, by its id and the number of the try."""
+    """Returns a key for each example, from its id and the number of the try."""
     key = jax.random.fold_in(self.key, number)
     return jax.vmap(jax.random.fold_in, (None, 0))(key, self.ids)
 
   def place(self, delta: Array) -> tuple[Array, Array]:
-    """Returns the perturbed images, and what the network is shown of them."""
+    """Returns the perturbed images, and the images shown to the network."""
     return jax.vmap(self.geometry.map.place)(self.domain, delta)
 
   def final_images(self, delta: Array) -> Array:
@@ -92,7 +92,7 @@ class Problem(NamedTuple):
     return jnp.clip(self.place(delta)[0], 0, 1)
 
   def logits(self, images: Array) -> Array:
-    """Returns the network's answer in float32."""
+    """Returns the network's logits in float32."""
     return check_logits(self.logits_fn(images), self.labels)
 
   def likeliest_others(self, count: int) -> Array:
@@ -110,10 +110,10 @@ class Problem(NamedTuple):
     return order.astype(self.labels.dtype)
 
   def constant(self, function: Callable, *more: Array) -> Callable:
-    """Traces `function(images, *more)` once, what it closes over held constant.
+    """Traces `function(images, *more)` with its closure held constant.
 
-    An attack inside a loss is then no part of that loss's derivative. It is
-    evaluated with convolutions that are fast inside loops.
+    An attack inside a loss is then not differentiated with that loss. The
+    result is evaluated with convolutions that are fast inside loops.
     """
     traced, shape = jax.make_jaxpr(function, return_shape=True)(
       self.images, *more
@@ -130,7 +130,7 @@ class Problem(NamedTuple):
 
 
 def judge(delta: Array, loss: Array, logits: Array, labels: Array) -> Best:
-  """Tells whether the network is fooled. One that answers NaN is."""
+  """Returns whether the network is fooled; NaN logits count as fooled."""
   is_nan = jnp.isnan(logits).any(axis=1)
   fooled = is_nan | (logits.argmax(axis=1) != labels)
   loss = jnp.where(is_nan | jnp.isnan(loss), jnp.inf, loss)
@@ -138,12 +138,12 @@ def judge(delta: Array, loss: Array, logits: Array, labels: Array) -> Best:
 
 
 def better(best: Best, found: Best, holds: Array | bool = True) -> Best:
-  """Keeps, for each example, what fools the network, then the higher loss.
+  """Keeps the better of two for each example: fooling first, then by loss.
 
   Args:
-    best: so far.
-    found: another.
-    holds: bool [B] or scalar; where it is False, `best` stays.
+    best: the best so far.
+    found: the candidate.
+    holds: bool [B] or scalar; where it is False, `best` is kept.
   """
   higher = (found.fooled == best.fooled) & (found.loss > best.loss)
   replaces = holds & ((found.fooled & ~best.fooled) | higher)

@@ -30,11 +30,11 @@ from mwrobust.attacks.geometry import Ball, Domain
 
 Array = jax.Array
 
-_MOMENTUM = 0.75  # What a gradient counts one step later.
+_MOMENTUM = 0.75  # The weight of a gradient one step later.
 
 
 class Point(NamedTuple):
-  """A point that was evaluated: its loss, and the gradient there."""
+  """A perturbation that was evaluated, with its loss and gradient."""
 
   delta: Array
   loss: Array
@@ -42,16 +42,16 @@ class Point(NamedTuple):
 
 
 class Step(NamedTuple):
-  """What a rule is told about one step.
+  """The settings of one step.
 
   Attributes:
-    eps: the radius of the ball that the next point has to be in.
+    eps: the radius of the ball that must contain the next point.
     size: `pgd`, `momentum`: the length of the step.
-    keep: l1: how many coordinates a step moves, to begin with.
+    keep: l1: the number of coordinates that a step moves, at first.
     sparse: whether the norm is l1.
     renews: whether the next point is the first in a smaller ball.
-    checks: `apgd`: whether to look back and to adapt.
-    window: `apgd`: how many steps to look back over.
+    checks: `apgd`: whether to look back and adapt.
+    window: `apgd`: the number of steps to look back over.
   """
 
   eps: Array
@@ -67,7 +67,7 @@ class Rule(NamedTuple):
   """A step rule.
 
   Attributes:
-    init: `init(delta, step) -> state`, before the first step.
+    init: `init(delta, step) -> state`, called before the first step.
     update: `update(state, point, step, ball, domain) -> (state, delta)`.
   """
 
@@ -79,7 +79,7 @@ class Rule(NamedTuple):
 
 
 class PgdState(NamedTuple):
-  """PGD remembers nothing."""
+  """PGD has no state."""
 
 
 def _pgd_init(delta: Array, step: Step) -> PgdState:
@@ -90,7 +90,7 @@ def _pgd_init(delta: Array, step: Step) -> PgdState:
 def _pgd_update(
   state: PgdState, point: Point, step: Step, ball: Ball, domain: Domain
 ) -> tuple[PgdState, Array]:
-  """Takes the steepest step, then goes back into the ball."""
+  """Takes the steepest step, then projects back into the ball."""
   x, gradient = point.delta, point.gradient
   ascent = step.size * ball.ascend(x, gradient, domain, step.keep)
   return state, ball.project(x + ascent, domain, step.eps)
@@ -103,7 +103,7 @@ PGD = Rule(_pgd_init, _pgd_update)
 
 
 class MomentumState(NamedTuple):
-  """The gradients so far, the older the less they count."""
+  """The sum of the gradients so far, in which older ones weigh less."""
 
   velocity: Array
 
@@ -116,7 +116,7 @@ def _momentum_init(delta: Array, step: Step) -> MomentumState:
 def _momentum_update(
   state: MomentumState, point: Point, step: Step, ball: Ball, domain: Domain
 ) -> tuple[MomentumState, Array]:
-  """Takes PGD's step along the mean of the last gradients."""
+  """Takes PGD's step along the decaying sum of the gradients."""
   size = jnp.sum(jnp.abs(point.gradient))
   velocity = point.gradient / jnp.where(size > 0, size, 1)
   velocity += _MOMENTUM * state.velocity
@@ -134,19 +134,19 @@ MOMENTUM = Rule(_momentum_init, _momentum_update)
 
 
 class ApgdState(NamedTuple):
-  """What APGD remembers of one example.
+  """APGD's state for one example.
 
   Attributes:
     previous: the delta before the last step.
     moved: whether there has been a step yet.
     size: the length of a step.
     best: the point with the highest loss in this ball.
-    last_loss: at the point before this one.
-    rises: how often the loss rose since the last check.
+    last_loss: the loss at the previous point.
+    rises: the number of times the loss rose since the last check.
     loss_at_check: the highest loss at the last check.
     reduced: whether the last check made the steps smaller.
-    keep: l1: how many coordinates a step moves.
-    support: l1: how many coordinates of the best were not zero at the last
+    keep: l1: the number of coordinates that a step moves.
+    support: l1: the number of nonzero coordinates of the best point at the last
       check.
   """
 
@@ -170,7 +170,7 @@ def _apgd_init(delta: Array, step: Step) -> ApgdState:
 def _apgd_begin(
   delta: Array, step: Step, keep: Array, support: Array
 ) -> ApgdState:
-  # Inside a shard_map all of the state has to vary as delta does.
+  # Inside a shard_map the whole state must vary over the devices as delta does.
   zero = jnp.zeros_like(delta[0])
   lowest = zero - jnp.inf
   return ApgdState(
@@ -190,17 +190,17 @@ def _apgd_begin(
 def _apgd_update(
   state: ApgdState, point: Point, step: Step, ball: Ball, domain: Domain
 ) -> tuple[ApgdState, Array]:
-  """Steps with momentum; halves the step and goes back to the best if stuck.
+  """Steps with momentum; if stuck, halves the step and returns to the best.
 
   AutoAttack's rule: x' = P(x + 0.75 (P(x + size d) - x) + 0.25 (x - x_old)).
-  With l1 there is no momentum, and the checks adapt how sparse the steps are.
+  With l1 there is no momentum, and the checks adapt the sparsity of the steps.
   """
   best = _where(point.loss > state.best.loss, point, state.best)
   rises = state.rises + (point.loss > state.last_loss)
   state = state._replace(best=best, last_loss=point.loss, rises=rises)
 
-  # Whether to look back and whether to renew is the same for the whole batch:
-  # a `cond` does it only where it is due.
+  # `checks` and `renews` are the same for the whole batch, so the `cond` stays
+  # one under vmap and skips the work when it is not due.
   state, start = lax.cond(
     step.checks,
     lambda: _apgd_look_back(state, point, step, domain),
@@ -233,7 +233,7 @@ def _apgd_update(
 def _apgd_look_back(
   state: ApgdState, point: Point, step: Step, domain: Domain
 ) -> tuple[ApgdState, Point]:
-  """Adapts the steps; returns also where the next one starts."""
+  """Adapts the steps; also returns the point where the next one starts."""
   best = state.best
   support = _support(best.delta, step)
   shrank = support < 0.95 * state.support
@@ -255,15 +255,15 @@ def _apgd_look_back(
 
 
 def _support(delta: Array, step: Step, where: Array | None = None) -> Array:
-  """Counts the coordinates that are more than rounding."""
+  """Counts the coordinates that are larger than rounding errors."""
   holds = jnp.abs(delta) > 1e-5 * step.eps
   return jnp.sum(holds, dtype=delta.dtype, where=where)
 
 
 def _fewer(delta: Array, step: Step, domain: Domain) -> Array:
-  """Returns two thirds of the support, of what is not at its bounds.
+  """Returns two thirds of the support, without coordinates at their bounds.
 
-  Only those that are free to move take their share of a sparse step.
+  Only coordinates that are free to move get a share of a sparse step.
   """
   edge = 1e-6
   free = (delta > domain.low + edge) & (delta < domain.high - edge)
@@ -292,18 +292,18 @@ def plan(
   percentile: float = 99.0,
   radii: Sequence[float] = (1.0,),
 ) -> list[Step]:
-  """Writes down every step of a climb, one `Step` for each.
+  """Returns the settings of every step of a climb.
 
   Args:
     rule: `'pgd'`, `'momentum'` or `'apgd'`.
-    steps: gradient steps in all.
+    steps: the total number of gradient steps.
     eps: the radius of the threat.
-    norm: its name.
-    features: how many coefficients there are.
+    norm: the name of its norm.
+    features: the number of coefficients.
     step_size: the length of a step. If None, `pgd` takes 2.5 eps / steps, and
       `momentum` the radius of the ball, decaying to 0.
     percentile: with l1, a step moves the top (100 - percentile) %; `apgd`
-      adapts it.
+      ignores it and adapts the number.
     radii: the balls to climb in, one after the other, in multiples of eps.
   """
   lengths = stage_lengths(steps, len(radii))
@@ -338,7 +338,7 @@ def plan(
 
 
 def stage_lengths(steps: int, stages: int) -> list[int]:
-  """Divides the steps among the balls; the last, which counts, has most.
+  """Divides the steps among the balls; the last ball gets the most.
 
   >>> stage_lengths(100, 3)
   [30, 30, 40]
@@ -352,7 +352,7 @@ def stage_lengths(steps: int, stages: int) -> list[int]:
 
 
 def apgd_checkpoints(steps: int, norm: str) -> list[int]:
-  """Returns after which steps APGD looks back.
+  """Returns the steps after which APGD looks back and adapts.
 
   >>> apgd_checkpoints(100, 'linf')
   [22, 41, 57, 70, 80, 87, 93, 99]

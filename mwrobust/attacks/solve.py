@@ -1,4 +1,4 @@
-"""Attacks as functions: one threat, or many behind a traced index."""
+"""Makes attack functions: for one threat, or many with a traced index."""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -31,20 +31,20 @@ _ATTACKS = 'attacks.pgd(...), momentum(...), apgd(...), fab(...) or square(...)'
 
 
 class Found(NamedTuple):
-  """What an attack has found, for each example.
+  """What an attack found for each example.
 
   Attributes:
     images: the adversarial images, in [0, 1].
     distance: the norm of the perturbation in the threat's space, before the
       clip to [0, 1].
-    stuck: whether the last gradient was zero in every pixel: such an attack
-      does not move, whatever its loss.
-    gradients: int32, how many loss gradients were evaluated while the example
-      was in the batch, over all tries; fewer than the steps if the attack
-      stopped early.
-    forwards: int32, how many forward passes without a gradient were: those of
-      FAB and Square, one that ranks the targets, and one that judges the last
-      point of each climb.
+    stuck: whether the last gradient was zero in every pixel, so that the attack
+      could not move.
+    gradients: int32, the number of loss gradients evaluated for the batch of
+      the example, over all tries; less than the steps if the attack stopped
+      early.
+    forwards: int32, the number of forward passes without a gradient: those of
+      FAB and Square, one that ranks the targets, and one that evaluates the
+      last point of each climb.
   """
 
   images: Array
@@ -62,14 +62,14 @@ def make_attack(
   Args:
     threat: what the adversary may do.
     attack: how hard it tries: `pgd(...)`, `apgd(...)`, ...
-    details: return all of `Found`, not the images alone.
+    details: whether to return all of `Found`, not only the images.
 
   Returns:
     A pure function that returns the adversarial images. `ids` (int32 [B]) seeds
-    each example by its own id. `scale` multiplies the radius. `start` picks one
-    try, from 0 (a random start and a target), which may be beyond
-    `attack.tries`; without it all of these are made and the best result of each
-    example counts.
+    each example by its own id. `scale` multiplies the radius. `start` selects
+    one try (a random start and a target) by its number, which may exceed
+    `attack.tries`; without it all tries run, and the best result of each
+    example is returned.
   """
   switch = make_switch([(threat, attack)], details=details)
 
@@ -88,17 +88,17 @@ def make_switch(
   """Makes `switch(logits_fn, index, key, images, labels, ids, scale, start)`.
 
   With index i it does what `make_attack` of the i-th pair does. The index is an
-  int32 scalar, usually traced. Use one index per batch: vmapped over the index,
-  every branch would run for every example.
+  int32 scalar, usually traced. Use one index per batch: under a vmap over the
+  index, every branch would run for every example.
 
-  Pairs with the same rule (`pgd` and `slide` have one, `apgd` has another)
-  share one loop and so one gradient, which is the expensive part: what differs
-  between them is chosen inside of it.
+  Pairs with the same rule (`pgd` and `slide` share one, `apgd` has another)
+  share one loop and so one gradient, which is the expensive part; what differs
+  between them is chosen inside the loop.
 
   Args:
     threats: threats, or pairs of a threat and its attack.
-    attacks: if threats alone are given: the attack for all, or one for each.
-    details: return all of `Found`, not the images alone.
+    attacks: if only threats are given: one attack for all, or one for each.
+    details: whether to return all of `Found`, not only the images.
   """
   pairs = _pairs(threats, attacks)
 
@@ -137,7 +137,7 @@ def make_switch(
 
 
 def distance(threat: Threat, images: Array, perturbed: Array) -> Array:
-  """Returns how far the perturbed images are in the threat's norm, [B]."""
+  """Returns the norm of the perturbations in the threat's space, [B]."""
   space, norm = spaces.get(threat.space), NORMS[threat.norm]
   return jax.vmap(
     lambda x, z: norm.length((space.forward(z) - space.forward(x)).ravel())
@@ -161,17 +161,18 @@ def _pairs(threats, attacks) -> list[tuple[Threat, Attack]]:
       and len(pair) == 2
       and isinstance(pair[0], Threat)
       and isinstance(pair[1], Attack),
-      f'threats has {pair!r}: must be a Threat, with its attack: {_ATTACKS}.',
+      f'threats contains {pair!r}: must be a Threat with its attack, '
+      f'{_ATTACKS}.',
     )
   return pairs
 
 
 def _groups(pairs, shapes) -> tuple[list[list[int]], np.ndarray, np.ndarray]:
-  """Gathers the pairs that can share one loop.
+  """Groups the pairs that can share one loop.
 
   Returns:
-    The groups, lists of places in `pairs`; for each pair the number of its
-    group; and its place in there.
+    The groups, as lists of indices into `pairs`; for each pair, the number of
+    its group; and its position within that group.
   """
   groups = {}
   for i, ((_, attack), shape) in enumerate(zip(pairs, shapes, strict=True)):
@@ -189,7 +190,7 @@ def _groups(pairs, shapes) -> tuple[list[list[int]], np.ndarray, np.ndarray]:
 def _solve(
   pairs, shapes, index, logits_fn, key, images, labels, ids, scale, start
 ) -> Found:
-  """Runs the attack number `index` of pairs that can share one loop."""
+  """Runs attack number `index` of pairs that share one loop."""
   geometries = [
     make_geometry(
       spaces.get(threat.space), threat.norm, _clip(threat, attack), shape
@@ -234,7 +235,7 @@ def _solve(
 
 
 def _clip(threat: Threat, attack: Attack) -> str:
-  """Only the paper's attacks climb outside of [0, 1]; the set is the same."""
+  """Returns the clip to use: only the paper's attacks can use `'end'`."""
   is_papers = isinstance(attack, Ascent) and attack.rule == 'pgd'
   if threat.clip == 'end' and not is_papers:
     return 'inside'
@@ -285,7 +286,7 @@ def _loss_fn(name: str, targeted: bool):
 
 
 def _pick(column, index):
-  """Returns the entry of a column: as it is, or traced if the index is."""
+  """Returns an entry of a column, which is traced if there are several."""
   return column[0] if len(column) == 1 else jnp.asarray(column)[index]
 
 
@@ -297,6 +298,6 @@ def _choose(options: list, index):
 
 
 def _distinct(values: list) -> tuple[list, np.ndarray]:
-  """Returns the distinct values, and for each value its place among them."""
+  """Returns the distinct values, and the index of each value among them."""
   distinct = list(dict.fromkeys(values))
   return distinct, np.array([distinct.index(v) for v in values], np.int32)

@@ -14,14 +14,14 @@ is written for ONE image [H, W, C]:
 >>> bool((flip.inverse(flip.forward(image)) == image).all())
 True
 
-Wherever a space is asked for, its name or a `Space` of your own will do: linear
-or not, with coefficients of any shape. Nothing is registered. The names are
+Every function that takes a space accepts a name or your own `Space`: linear or
+not, with coefficients of any shape. Nothing is registered. The names are
 
   pixel      the image itself
   dct        the 2-D DCT of the whole image, as in the paper
-  block_dct  the 2-D DCT of blocks of 8x8 pixels, as in JPEG; what is left at an
-             edge that is not a multiple of 8 is a smaller block
-  haar       the Haar wavelet pyramid, down to an odd side; H and W are even
+  block_dct  the 2-D DCT of blocks of 8x8 pixels, as in JPEG; the last blocks
+             are smaller if a side is not a multiple of 8
+  haar       the Haar wavelet pyramid, down to an odd side; H and W must be even
   colour     opponent colours: brightness, red-green and yellow-blue
 """
 
@@ -42,11 +42,11 @@ class Space:
   """An invertible map from one image [H, W, C] to its coefficients.
 
   Attributes:
-    name: what tables, files and error messages call it.
-    forward: from an image to its coefficients.
-    inverse: from coefficients to the image.
-    orthonormal: whether the map is linear and keeps Euclidean lengths. The clip
-      `'strict'` needs such a space.
+    name: its name in tables, files and error messages.
+    forward: maps an image to its coefficients.
+    inverse: maps coefficients to the image.
+    orthonormal: whether the map is linear and preserves Euclidean lengths, as
+      the clip `'strict'` needs.
   """
 
   name: str
@@ -59,7 +59,7 @@ def _separable(image: Array, rows: np.ndarray, columns: np.ndarray) -> Array:
   """Computes `rows @ image @ columns^T` for each channel.
 
   Two small matmuls are several times faster than the FFT at 28 and 32 pixels.
-  Full precision: TF32 or bfloat16 would make the inverse no inverse.
+  In TF32 or bfloat16 the inverse would not be one, hence full precision.
   """
   return jnp.einsum(
     'uh,hwc,vw->uvc', rows, image, columns, precision=jax.lax.Precision.HIGHEST
@@ -67,7 +67,7 @@ def _separable(image: Array, rows: np.ndarray, columns: np.ndarray) -> Array:
 
 
 def _from_basis(name: str, basis: Callable[[int], np.ndarray]) -> Space:
-  """Makes a space of an orthonormal matrix for the rows and the columns."""
+  """Makes a space that applies an orthonormal matrix to rows and columns."""
 
   def forward(image: Array) -> Array:
     height, width, _ = image.shape
@@ -82,9 +82,9 @@ def _from_basis(name: str, basis: Callable[[int], np.ndarray]) -> Space:
 
 @functools.cache
 def dct_basis(size: int) -> np.ndarray:
-  """The orthonormal DCT-II matrix [size, size]: row u is the u-th cosine."""
-  # Computed once, also when the caller is being traced; and on the host, as
-  # there are accelerators without a good FFT.
+  """Returns the orthonormal DCT-II matrix; row u is the u-th cosine."""
+  # Computed once, even if the caller is being traced; and on the host, because
+  # some accelerators have no good FFT.
   try:
     host = jax.local_devices(backend='cpu')[0]
   except RuntimeError:  # JAX_PLATFORMS names accelerators only.
@@ -97,7 +97,7 @@ def dct_basis(size: int) -> np.ndarray:
 
 @functools.cache
 def block_dct_basis(size: int, block: int = 8) -> np.ndarray:
-  """The DCT of consecutive blocks; the last may be shorter."""
+  """Returns the matrix of the DCT of blocks; the last may be shorter."""
   basis = np.zeros((size, size), np.float32)
   for start in range(0, size, block):
     end = min(start + block, size)
@@ -110,7 +110,7 @@ def _haar_levels(image: Array) -> list[tuple[int, int]]:
   if height % 2 or width % 2:
     raise ValueError(
       f"space='haar' cannot take an image of {height}x{width} pixels: it "
-      'needs an even height and width. Pad the images, inside logits_fn too.'
+      'needs an even height and width. Pad the images, also inside logits_fn.'
     )
   levels = []
   while height % 2 == 0 and width % 2 == 0:
@@ -120,7 +120,7 @@ def _haar_levels(image: Array) -> list[tuple[int, int]]:
 
 
 def _haar(image: Array) -> Array:
-  """Sums and differences of pairs, then again of the sums of both axes."""
+  """Takes sums and differences of pairs, then recurses on the sums."""
   coefficients = jnp.asarray(image)
   for height, width in _haar_levels(image):
     part = coefficients[:height, :width]
@@ -155,7 +155,7 @@ def _mix_channels(image: Array, matrix: np.ndarray) -> Array:
   if image.shape[-1] != 3:
     raise ValueError(
       f"space='colour' cannot take an image of {image.shape[-1]} channels: it "
-      'needs three, red, green and blue.'
+      'needs three: red, green and blue.'
     )
   return jnp.einsum(
     'hwc,dc->hwd', image, matrix, precision=jax.lax.Precision.HIGHEST
@@ -180,7 +180,7 @@ SPACES = {space.name: space for space in (PIXEL, DCT, BLOCK_DCT, HAAR, COLOUR)}
 
 
 def get(space: str | Space) -> Space:
-  """Returns the space of that name, or the caller's own `Space` as it is."""
+  """Returns the space of that name; a `Space` is returned as it is."""
   if isinstance(space, Space):
     return space
   if not isinstance(space, str) or space not in SPACES:

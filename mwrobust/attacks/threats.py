@@ -1,4 +1,4 @@
-"""What the adversary may do."""
+"""Threats: what the adversary may do."""
 
 import dataclasses
 from typing import Any
@@ -11,22 +11,22 @@ CLIPS = ('inside', 'strict', 'end')
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Threat:
-  """One set of adversarial images; how they are searched for is the attack's.
+  """A set of adversarial images; an attack says how to search it.
 
   The image x may become any `clip(R^-1(z), 0, 1)` with `||z - R(x)|| <= eps`.
 
   Attributes:
     space: the map R: a name (see `mwrobust.attacks.spaces`) or a `Space`.
-    norm: what measures the perturbation: `'linf'`, `'l2'` or `'l1'`.
+    norm: the norm of the perturbation: `'linf'`, `'l2'` or `'l1'`.
     eps: the radius of the ball.
-    clip: `'inside'`: attacks climb the loss of the clipped image, which is what
-      the network is judged on. In pixels every iterate is in the ball and in
+    clip: `'inside'`: attacks climb the loss of the clipped image, the one the
+      network is judged on. In pixels every iterate is in the ball and in
       [0, 1]. `'strict'`: R^-1(z) itself must be in [0, 1]; for orthonormal
-      spaces. `'end'`: as the code of the paper's authors does it, `pgd` and
-      `slide` climb the loss of images outside of [0, 1], where a network can
-      misdirect them, and clip the last one. The set is that of `'inside'`, and
-      all other attacks treat it so.
-    name: what tables and files call it; such as `'dct_l1'` if not given.
+      spaces. `'end'`: `pgd` and `slide` climb the loss of unclipped images and
+      clip the last one, as the code of the paper's authors does; outside
+      [0, 1] a network can misdirect them. The set is the same as for
+      `'inside'`, and all other attacks treat it as such.
+    name: the name in tables and files; by default such as `'dct_l1'`.
   """
 
   space: str | spaces.Space = 'pixel'
@@ -43,7 +43,7 @@ class Threat:
     require(
       self.clip != 'strict' or space.orthonormal,
       f"clip='strict' needs an orthonormal space, and {space.name!r} is not "
-      "one: use clip='inside', or say Space(..., orthonormal=True) if it is.",
+      "one: use clip='inside', or set Space(..., orthonormal=True) if it is.",
     )
     require(
       isinstance(self.name, str),
@@ -53,7 +53,7 @@ class Threat:
       object.__setattr__(self, 'name', f'{space.name}_{self.norm}')
 
   def to_dict(self) -> dict[str, Any]:
-    """Returns what JSON can hold: the space is given by its name."""
+    """Returns the fields as JSON can hold them, the space by its name."""
     fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
     return fields | {'space': spaces.get(self.space).name}
 
@@ -64,9 +64,9 @@ def six_threats(
   """Returns the paper's six: pixel linf, l2, l1, then dct linf, l2, l1.
 
   Args:
-    linf: the linf radius, the same in both spaces, as the others are.
-    l2: the l2 radius.
-    l1: the l1 radius.
+    linf: the linf radius in both spaces.
+    l2: the l2 radius in both spaces.
+    l1: the l1 radius in both spaces.
     clip: see `Threat`.
   """
   return tuple(

@@ -1,9 +1,9 @@
 """Image classification data in memory, and the order in which it is used.
 
-A data set is a handful of uint8 arrays: published ones by name, any of
-tensorflow-datasets, or an .npz file or a folder of your own (see `load`).
-Which examples make a batch, and how each is augmented, are pure functions of
-the seed and the step, so a run resumes anywhere without iterator state:
+A data set is a few uint8 arrays: a published one, any of tensorflow-datasets,
+or your own .npz file or folder (see `load`). The examples of a batch and their
+augmentation are pure functions of the seed and the step, so a run resumes
+anywhere without iterator state:
 
   from mwrobust import data as data_lib
 

@@ -1,7 +1,7 @@
-"""Files from elsewhere, checked before they are loaded.
+"""Reads untrusted archives, with checks before they are loaded.
 
-What a file says of its own size is not trusted: a few kilobytes can unpack to
-more than the memory holds.
+The declared size of a file is not trusted: a few kilobytes can unpack to more
+than the memory holds.
 """
 
 import gzip
@@ -16,28 +16,28 @@ from typing import IO
 import numpy as np
 from numpy.lib import format as npy
 
-# Of an archive, beyond the files that are wanted: headers, a page about them.
+# Allowed in an archive besides the wanted files: headers, a readme.
 _MOST_EXTRA_BYTES = 2**20
 
 
 def read_npz(
   path: str | os.PathLike, choices: Iterable[tuple[str, ...]]
 ) -> tuple[list[np.ndarray], list[str]]:
-  """Reads the arrays of an .npz file, and nothing else of it.
+  """Reads some arrays of an .npz file.
 
-  Pickles are never read: a pickle can run any program.
+  Pickles are never read, because a pickle can run any program.
 
   Args:
     path: the file.
-    choices: names of arrays that belong together; the first that are all there
-      are read.
+    choices: sets of names; the first set of which the file has all is read.
 
   Returns:
-    The arrays, [] if none of the choices is there, and the names of all.
+    The arrays, [] if the file has none of the sets, and the names of all arrays
+    in the file.
 
   Raises:
-    Exception: of many kinds, if the file is damaged; ValueError if an array is
-      not what its header says, or does not fit into memory.
+    Exception: of many kinds, if the file is damaged; ValueError if an array
+      does not match its header, or does not fit into memory.
   """
   with zipfile.ZipFile(path) as archive:
     members = {
@@ -51,7 +51,7 @@ def read_npz(
     memory = os.sysconf('SC_PHYS_PAGES') * os.sysconf('SC_PAGE_SIZE')
     if total > memory:
       raise ValueError(
-        f'{", ".join(names)} have {total:,} bytes, and the memory {memory:,}'
+        f'{", ".join(names)} have {total:,} bytes; the memory has {memory:,}'
       )
     arrays = []
     for name in names:
@@ -61,16 +61,16 @@ def read_npz(
 
 
 def _declared_size(file: zipfile.ZipExtFile, size: int, name: str) -> int:
-  """Returns the bytes of an array by its header; checks that they are there.
+  """Returns the bytes of an array by its header, and checks their number.
 
   Args:
-    file: at the start of the header.
-    size: of the file, which cannot be read beyond it.
-    name: of the array.
+    file: the file, at the start of the header.
+    size: the size of the file; nothing beyond it can be read.
+    name: the name of the array.
   """
   version = npy.read_magic(file)
   if version not in ((1, 0), (2, 0)):
-    raise ValueError(f'{name} is of version {version} of the format')
+    raise ValueError(f'{name} has version {version} of the format')
   is_first = version == (1, 0)
   read = npy.read_array_header_1_0 if is_first else npy.read_array_header_2_0
   shape, _, dtype = read(file)
@@ -90,16 +90,16 @@ def unpack(
 ) -> Iterator[tuple[str, bytes]]:
   """Yields the files of a .tar.gz, the one in a .gz, or the file itself.
 
-  Nothing is written, so it does not matter where the names in an archive point.
+  Nothing is written, so the paths in an archive do no harm.
 
   Args:
     path: the archive.
-    sizes: by the name of a file, the bytes it must have. Other files of an
-      archive are passed over.
+    sizes: the required size of each wanted file, by name, in bytes. Other files
+      of an archive are skipped.
 
   Raises:
-    ValueError: a file is of another size, or an archive unpacks to much more
-      than all of them. No more than that is unpacked.
+    ValueError: if a file has another size, or an archive unpacks to much more
+      than all of them; the rest is not unpacked.
   """
   if path.name.endswith('.tar.gz'):
     most = sum(sizes.values()) + _MOST_EXTRA_BYTES
@@ -119,7 +119,7 @@ def unpack(
 
 
 class _Limited:
-  """A file of which only so much can be read."""
+  """A file that raises a ValueError after so many bytes."""
 
   def __init__(self, file: IO[bytes], most: int):
     self._file = file

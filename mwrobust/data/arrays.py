@@ -1,4 +1,4 @@
-"""The arrays of a data set, and the checks that every source goes through."""
+"""The arrays of a data set, and the checks of every source."""
 
 from collections.abc import Iterable
 from typing import Any, NamedTuple
@@ -7,10 +7,10 @@ import numpy as np
 
 from mwrobust.errors import UserError
 
-# A tenth of the training examples is for validation: at least one.
+# A tenth of the training examples, at least one, is for validation.
 FEWEST_EXAMPLES = 10
-# Labels above this are hardly classes, and a network with as many logits as
-# the highest label would not fit into memory.
+# Higher labels are probably not classes, and a network with so many logits
+# would not fit into memory.
 MOST_CLASSES = 100_000
 _RESIZE = 'Resize them to one height, width and number of channels.'
 
@@ -23,7 +23,7 @@ class Split(NamedTuple):
 
 
 class Dataset(NamedTuple):
-  """The splits, and the constants by which models normalise their input.
+  """The splits, and the constants with which models normalise their input.
 
   `mean` and `std` are per channel, over all training images in [0, 1].
   """
@@ -38,13 +38,13 @@ class Dataset(NamedTuple):
 
 
 def make_split(images: Any, labels: Any, source: str) -> Split:
-  """Returns a split of any arrays that are examples, or refuses them.
+  """Returns arrays as a split, or raises a UserError.
 
   Args:
     images: uint8, or floating point in [0, 1], which is rounded; [N, H, W, C],
       or [N, H, W] for grey images.
     labels: Integers of at least 0; [N] or [N, 1].
-    source: Where they come from, to begin an error message with.
+    source: Where they come from, for error messages.
   """
   split = Split(_make_images(images, source), _make_labels(labels, source))
   if len(split.images) != len(split.labels):
@@ -62,7 +62,7 @@ def stack(
 
   Args:
     named_images: Names, for the error message, and images [H, W, C].
-    source: Where they come from, to begin the error message with.
+    source: Where they come from, for the error message.
   """
   images, first = [], ''
   for name, image in named_images:
@@ -77,17 +77,17 @@ def stack(
 
 
 def check(train: Split, test: Split, source: str) -> None:
-  """Raises a UserError if nothing could be learnt from, or tested on, these.
+  """Raises a UserError if a network cannot be trained or tested on these.
 
   Args:
-    train: All training examples, those for validation included.
+    train: All training examples, including those for validation.
     test: The test examples.
-    source: Where they come from, to begin the error message with.
+    source: Where they come from, for error messages.
   """
   if len(train.labels) < FEWEST_EXAMPLES:
     raise UserError(
       f'{source} has {len(train.labels)} training examples: at least '
-      f'{FEWEST_EXAMPLES} are needed, as a tenth is for validation.'
+      f'{FEWEST_EXAMPLES} are needed, because a tenth is for validation.'
     )
   if not len(test.labels):
     raise UserError(f'{source} has no test examples.')
@@ -107,8 +107,8 @@ def check(train: Split, test: Split, source: str) -> None:
   if len(unknown):
     raise UserError(
       f'{source} has the class {unknown[0]} in its test labels, but not in '
-      'its training labels: a network cannot learn it. Leave these test '
-      'examples out, or add training examples.'
+      'its training labels: a network cannot learn it. Remove these test '
+      'examples, or add training examples.'
     )
 
 
@@ -117,13 +117,13 @@ def mean_and_std(
 ) -> tuple[tuple[float, ...], tuple[float, ...]]:
   """Returns mean and standard deviation per channel of images in [0, 1].
 
-  To 4 digits, as they are usually published; and the deviation of a channel
-  that is the same everywhere is 1, by which images can be divided.
+  Both have 4 digits, as they are usually published. The deviation of a constant
+  channel is 1, so that images can be divided by it.
   """
   means, stds = [], []
   levels = np.arange(256) / 255
   for channel in range(images.shape[-1]):
-    histogram = sum(  # In parts: bincount makes 8 bytes of each.
+    histogram = sum(  # In parts, because bincount copies to 8 bytes each.
       np.bincount(images[i : i + 1000, ..., channel].ravel(), minlength=256)
       for i in range(0, len(images), 1000)
     )
@@ -156,10 +156,10 @@ def _make_images(images: Any, source: str) -> np.ndarray:
     )
   if images.size:
     low, high = float(images.min()), float(images.max())
-    if not (low >= 0 and high <= 1):  # NaN, too.
+    if not (low >= 0 and high <= 1):  # True for NaN.
       raise UserError(
         f'{found} in [{low:.3g}, {high:.3g}]: they must lie in [0, 1]. Models '
-        'normalise their input, so save the images as they were before.'
+        'normalise their input themselves, so save images without it.'
       )
   return np.rint(images * 255).astype(np.uint8)
 
@@ -167,7 +167,7 @@ def _make_images(images: Any, source: str) -> np.ndarray:
 def _make_labels(labels: Any, source: str) -> np.ndarray:
   labels = np.asarray(labels)
   found = f'{source} has {labels.dtype} labels {list(labels.shape)}'
-  if labels.ndim == 2 and labels.shape[1] == 1:  # As Keras has them.
+  if labels.ndim == 2 and labels.shape[1] == 1:  # As in Keras.
     labels = labels[:, 0]
   if labels.ndim != 1:
     raise UserError(
@@ -180,13 +180,13 @@ def _make_labels(labels: Any, source: str) -> np.ndarray:
     low, high = int(labels.min()), int(labels.max())
     if low < 0:
       raise UserError(
-        f'{found}, the lowest of them {low}: they must be at least 0, which is '
-        'the first class.'
+        f'{found}, of which the lowest is {low}: they must be at least 0, the '
+        'first class.'
       )
     if high >= MOST_CLASSES:
       raise UserError(
-        f'{found}, the highest of them {high}: number the classes 0, 1, 2, ... '
-        f'up to {MOST_CLASSES} at most.'
+        f'{found}, of which the highest is {high}: number the classes 0, 1, '
+        f'2, ... below {MOST_CLASSES}.'
       )
   return labels.astype(np.int32)
 

@@ -1,4 +1,4 @@
-"""Image classification data sets of tensorflow-datasets."""
+"""Loads image classification data sets of tensorflow-datasets."""
 
 import contextlib
 import difflib
@@ -17,17 +17,17 @@ def load(
 ) -> tuple[Split, Split]:
   """Loads the training and the test examples of a data set.
 
-  A data set that was prepared as array_record is read without TensorFlow;
-  everything else needs it, and is downloaded if it is not there.
+  A data set prepared as array_record is read without TensorFlow; all others
+  need it, and are downloaded if they are missing.
 
   Args:
-    name: As tensorflow-datasets has it: `fashion_mnist`, `emnist/letters`.
+    name: The name in tensorflow-datasets: `fashion_mnist`, `emnist/letters`.
     directory: Where tensorflow-datasets keeps its data; '' for its default.
-    source: What the user asked for, to begin error messages with.
+    source: What the user asked for, for error messages.
     instead: What the user can do without tensorflow-datasets.
 
   Returns:
-    Its splits train and test, or train and validation if it has no test.
+    The splits train and test, or train and validation if there is no test.
   """
   folder = pathlib.Path(directory).expanduser() if directory else None
   if folder and not folder.is_dir():
@@ -41,10 +41,10 @@ def load(
     raise
   except ImportError as error:
     raise UserError(
-      f'{source} needs tensorflow-datasets and TensorFlow ({error}). Type pip '
+      f'{source} needs tensorflow-datasets and TensorFlow ({error}). Run pip '
       f"install -e '.[tfds]'{instead or '.'}"
     ) from error
-  except Exception as error:  # Of the network, the disk, TensorFlow, ...
+  except Exception as error:  # From the network, the disk, TensorFlow, ...
     raise UserError(
       f'{source}: tensorflow-datasets could not prepare {name} ({error}). Try '
       f'again{instead or "."}'
@@ -72,7 +72,7 @@ def _load(name: str, folder: str | None, source: str) -> tuple[Split, Split]:
   if not without_tensorflow:
     import tensorflow as tf
 
-    with contextlib.suppress(RuntimeError):  # It is running already.
+    with contextlib.suppress(RuntimeError):  # It is already running.
       tf.config.set_visible_devices([], 'GPU')  # Their memory is for JAX.
     builder.download_and_prepare()
 
@@ -109,7 +109,7 @@ def _find_keys(info: Any, kinds: Any, source: str) -> tuple[str, str]:
   Args:
     info: The DatasetInfo.
     kinds: The module of features, `tfds.features`.
-    source: To begin the error message with.
+    source: What the user asked for, for error messages.
   """
   features = dict(sorted(info.features.items()))
   supervised = info.supervised_keys or (None, None)

@@ -1,4 +1,4 @@
-"""Data sets by name: where each comes from, and its splits."""
+"""Loads data sets by name, and splits them."""
 
 import functools
 import os
@@ -15,12 +15,12 @@ _TFDS = 'tfds:'
 
 
 class Outline(NamedTuple):
-  """How large a data set is."""
+  """The size of a data set."""
 
-  train: int  # Examples for training,
-  validation: int  # for validation
-  test: int  # and for testing.
-  shape: tuple[int, int, int]  # Of an image: height, width, channels.
+  train: int  # The number of examples for training.
+  validation: int  # The number of examples for validation.
+  test: int  # The number of examples for testing.
+  shape: tuple[int, int, int]  # Height, width and channels of an image.
   num_classes: int
 
 
@@ -53,28 +53,28 @@ def load(
     `tfds:cifar100`. The directory is where tensorflow-datasets keeps it.
   The path of an .npz file
     The arrays `train_images`, `train_labels`, `test_images` and `test_labels`,
-    or `x_train`, `y_train`, `x_test` and `y_test` as Keras has them. Images
-    are uint8, or floating point in [0, 1]; the first class is 0.
+    or `x_train`, `y_train`, `x_test` and `y_test` as in Keras. Images are
+    uint8, or floating point in [0, 1]; the first class is 0.
   The path of a folder
     `train/CLASS/*.png` and `test/CLASS/*.png`, or .jpg and so on, of one size.
     Classes are numbered in the order of their names.
 
-  tensorflow-datasets has an order of its own: the same images, but others are
-  the first 1,000 for testing, or the 10 % for validation.
+  tensorflow-datasets has the same images in another order, so the first 1,000
+  test images and the 10 % for validation differ.
 
   Args:
     name: See above.
     directory: The folder of the raw files, or a parent that has them in a
-      folder called `mnist` or `cifar10`; where relative paths start.
-    validation: `seed` lets the seed choose the validation examples, `last`
+      folder called `mnist` or `cifar10`; also the base of relative paths.
+    validation: With `seed`, the seed chooses the validation examples; `last`
       takes the last 10 %, as the authors' released code does.
-    seed: At least 0.
+    seed: The seed, at least 0.
 
   Returns:
     The data set, all of it in memory.
 
   Raises:
-    UserError: if it is not there, or cannot be trained on.
+    UserError: if it does not exist, or cannot be trained on.
   """
   check_name(name, directory)
   check_choice('data.validation', validation, ('seed', 'last'))
@@ -99,7 +99,7 @@ def load(
 
 @functools.lru_cache
 def outline(name: str, directory: str = '') -> Outline:
-  """Returns how large a data set is; loads it unless it is one of `NAMES`."""
+  """Returns the size of a data set; loads it unless it is one of `NAMES`."""
   if name in _OUTLINES:
     return _OUTLINES[name]
   data = load(name, directory=directory, seed=0)
@@ -115,7 +115,7 @@ def outline(name: str, directory: str = '') -> Outline:
 def check_name(name: str, directory: str = '') -> None:
   """Raises a UserError if there is no such data set, without loading it.
 
-  Whether tensorflow-datasets has a set of that name, only loading can say.
+  Names of tensorflow-datasets are only checked by loading them.
   """
   if name in NAMES or name.removeprefix(_TFDS) not in ('', name):
     return
@@ -125,14 +125,14 @@ def check_name(name: str, directory: str = '') -> None:
   if name.endswith('.npz') or name.startswith(('.', '~')) or os.sep in name:
     correct = f' or data.dir={directory}' if directory else ''
     raise UserError(
-      f'data.name={name} is not there: {path} does not exist. Correct '
+      f'data.name={name} does not exist: there is no {path}. Correct '
       f'data.name{correct}.'
     )
   check_choice('data.name', name, [*NAMES, 'tfds:NAME', 'FILE.npz', 'FOLDER'])
 
 
 def _load_all(name: str, directory: str) -> tuple[Split, Split]:
-  """Returns all training examples, and the test examples."""
+  """Returns all training examples and the test examples."""
   source = f'data.name={name}'
   if name == 'mnist5k':
     return published.load_mnist5k(directory)

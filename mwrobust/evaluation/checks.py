@@ -1,26 +1,26 @@
-"""Whether the figures of an evaluation can be believed.
+"""Checks whether the figures of an evaluation can be trusted.
 
-A robust accuracy is an upper bound: a better attack could lower it. What is
-known to hide weak attacks leaves traces in the outcomes, which are looked for
-here. That a network is randomised, or returns probabilities, is refused before
-the first attack.
+A robust accuracy is an upper bound: a better attack could lower it. The known
+reasons for weak attacks leave traces in the outcomes, which these checks look
+for. Networks that are randomised or return probabilities are refused before the
+first attack.
 """
 
 from typing import NamedTuple
 
 from mwrobust.evaluation.outcomes import Outcomes
 
-POINTS = 0.2  # What may go wrong before it is worth a warning, in points.
+POINTS = 0.2  # Up to so many percentage points, nothing is reported.
 _GRADIENT_FREE = 'square'
 
 
 class Check(NamedTuple):
-  """One thing that was looked at.
+  """The result of one check.
 
   Attributes:
-    name: what it is about.
-    passed: whether all is well.
-    finding: what was seen, in a sentence.
+    name: the subject of the check.
+    passed: whether it passed.
+    finding: what it found, in a sentence.
     advice: what to do if it has not passed.
   """
 
@@ -31,11 +31,11 @@ class Check(NamedTuple):
 
 
 def checks(outcomes: Outcomes, curve: Outcomes | None = None) -> list[Check]:
-  """Looks at an evaluation.
+  """Checks an evaluation.
 
   Args:
-    outcomes: of `evaluation.evaluate`.
-    curve: of `evaluation.evaluate` with several radii, if there is one.
+    outcomes: the result of `evaluation.evaluate`.
+    curve: the result of `evaluation.evaluate` with several radii, if any.
   """
   found = [_zero_gradients(outcomes), _inside(outcomes)]
   if len(outcomes.attacks) > 1:
@@ -50,7 +50,7 @@ def checks(outcomes: Outcomes, curve: Outcomes | None = None) -> list[Check]:
 
 
 def _zero_gradients(outcomes: Outcomes) -> Check:
-  # Those that fell had a gradient; those that stand may hide theirs.
+  # A zero gradient matters only where the attacks failed.
   stuck = 100 * (outcomes.stuck & outcomes.correct).mean(axis=1)
   worst = int(stuck.argmax())
   return Check(
@@ -69,17 +69,17 @@ def _inside(outcomes: Outcomes) -> Check:
   return Check(
     'inside the ball',
     bool(ratio[worst] <= 1 + 1e-3),
-    f'Before the clip the largest perturbation has {ratio[worst]:.4f} eps, '
+    f'Before the clip, the largest perturbation is {ratio[worst]:.4f} eps, '
     f'under {outcomes.threats[worst]}.',
-    'This is a bug of mwrobust: please report it.',
+    'This is a bug in mwrobust: please report it.',
   )
 
 
 def _later_attacks(outcomes: Outcomes) -> Check:
-  """What an attack fells that all gradient climbs before it left standing.
+  """Checks how much other attacks find after all gradient climbs.
 
-  That later attacks find a little more is what they are for. Much more means
-  that the slope of the loss leads attacks astray.
+  Later attacks are expected to find a little more. Much more means that the
+  gradient of the loss misdirects attacks.
   """
   names = outcomes.attacks
   climbs = [
@@ -97,9 +97,9 @@ def _later_attacks(outcomes: Outcomes) -> Check:
     f'After the gradient climbs, {" and ".join(names[a] for a in others)} '
     f'lowered the accuracy by {gains[worst]:.1f} more points, under '
     f'{outcomes.threats[worst]}.',
-    'The network masks its gradients there. The figures of this protocol hold '
-    'as upper bounds; those of PGD alone do not. In training, use more steps '
-    'and starts from larger balls.',
+    'The network masks its gradients there. The figures of this protocol are '
+    'upper bounds; those of PGD alone are too high. In training, use more '
+    'steps and start in larger balls.',
   )
 
 
@@ -116,8 +116,8 @@ def _gradient_free(outcomes: Outcomes) -> Check:
     f'Square, which uses no gradients, lowered the accuracy by '
     f'{gains[worst]:.1f} points after all gradient attacks, under '
     f'{outcomes.threats[worst]}.',
-    'Gradients do not show the way there, so the true accuracy may be lower '
-    'still: attack with more queries, attacks.square(20000).',
+    'Gradients misdirect attacks there, so the true accuracy may be even '
+    'lower: attack with more queries, attacks.square(20000).',
   )
 
 
@@ -125,15 +125,16 @@ def _weak_protocol(outcomes: Outcomes) -> Check:
   return Check(
     'protocol',
     False,
-    f'The protocol {outcomes.settings["protocol"]!r} is one that networks '
-    'learn to fool.',
+    f'Networks can learn to fool the protocol '
+    f'{outcomes.settings["protocol"]!r}.',
     "Report the figures of protocol='standard'.",
   )
 
 
 def _falls_to_zero(curve: Outcomes) -> Check:
-  # Without limits every image can be made one of another class. Where eps is
-  # tiny its widest multiple still has limits: there it must fall by a quarter.
+  # In a large enough ball every image can become one of another class. If eps
+  # is tiny, its largest multiple may be too small: then a fall by a quarter
+  # suffices.
   lines = curve.curve()
   stays = {
     name: line[-1][1] if line[-1][1] > 0.75 * line[-2][1] else 0.0
@@ -144,8 +145,8 @@ def _falls_to_zero(curve: Outcomes) -> Check:
   return Check(
     'large radii',
     stays[worst] <= POINTS,
-    f'At {radius:g} eps the accuracy is {accuracy:.1f} % at most, under '
+    f'At {radius:g} eps the accuracy is at most {accuracy:.1f} %, under '
     f'{worst}, on {len(curve.labels)} images.',
     'It should fall to zero: at such radii every image can become one of '
-    'another class. The attacks are misled.',
+    'another class. The network misdirects the attacks.',
   )

@@ -1,6 +1,6 @@
-"""What is wrong with a network, its data or the threats, before any attack.
+"""Checks a network, its data and the threats before any attack.
 
-Every message says what was given, what is allowed and what to do.
+Every error says what was given, what is allowed and what to do.
 """
 
 import numbers
@@ -17,28 +17,28 @@ from mwrobust.errors import UserError
 
 Array = jax.Array
 _TRAINING_MODE = (
-  'A network that is being evaluated must be deterministic and treat each '
-  'image by itself: NNX, call model.eval(); linen, apply with train=False or '
-  'use_running_average=True; Equinox, eqx.nn.inference_mode(model).'
+  'For an evaluation, a network must be deterministic and treat each image by '
+  'itself. NNX: call model.eval(). Linen: apply with train=False or '
+  'use_running_average=True. Equinox: use eqx.nn.inference_mode(model).'
 )
-_LOOKED_AT = 8  # Images that spaces are tried on.
+_LOOKED_AT = 8  # The number of images on which spaces are tested.
 
 
 class Examples(NamedTuple):
-  """Images, uint8 or float32 [N, H, W, C]; and their labels, int32 [N]."""
+  """Images, uint8 or float32 [N, H, W, C], and their labels, int32 [N]."""
 
   images: np.ndarray
   labels: np.ndarray
 
 
 def require(holds: bool, message: str) -> None:
-  """Raises a UserError with the message if it does not hold."""
+  """Raises a UserError with the message if the condition is False."""
   if not holds:
     raise UserError(message)
 
 
 def check_count(field: str, value: Any, lowest: int) -> None:
-  """Refuses what is not an integer of at least `lowest`."""
+  """Refuses a value that is not an integer of at least `lowest`."""
   is_integer = isinstance(value, numbers.Integral)
   require(
     is_integer and value >= lowest,
@@ -47,7 +47,7 @@ def check_count(field: str, value: Any, lowest: int) -> None:
 
 
 def check_examples(images: Any, labels: Any) -> Examples:
-  """Returns the examples as NumPy arrays, or says what is wrong with them."""
+  """Returns the examples as NumPy arrays, or raises a UserError."""
   images, labels = np.asarray(images), np.asarray(labels)
   require(
     images.ndim == 4,
@@ -98,20 +98,20 @@ def check_examples(images: Any, labels: Any) -> Examples:
 def check_threats(
   threats: Threat | Iterable[Threat], images: np.ndarray
 ) -> tuple[Threat, ...]:
-  """Returns the threats, or says what is wrong with them."""
+  """Returns the threats as a tuple, or raises a UserError."""
   threats = (threats,) if isinstance(threats, Threat) else tuple(threats)
   require(bool(threats), 'threats is empty: name at least one.')
   for threat in threats:
     require(
       isinstance(threat, Threat),
-      f'threats has {threat!r}: must be an attacks.Threat.',
+      f'threats contains {threat!r}: must be an attacks.Threat.',
     )
   names = [threat.name for threat in threats]
   for name in names:
     require(
       names.count(name) == 1,
-      f'threats has {name!r} twice: leave one out, or give them names of their '
-      "own, Threat(..., name='...').",
+      f'threats has {name!r} twice: remove one, or give them different '
+      "names, Threat(..., name='...').",
     )
   first = to_float(images[:_LOOKED_AT])
   try:
@@ -127,7 +127,7 @@ class Network(NamedTuple):
   Attributes:
     apply: `apply(arrays, images) -> logits`.
     arrays: the arrays of the parameters; () if there are none.
-    classes: how many logits it has.
+    classes: the number of logits.
   """
 
   apply: Callable[[Sequence[Array], Array], Array]
@@ -138,14 +138,14 @@ class Network(NamedTuple):
 def check_network(
   logits_fn: Callable[..., Array], params: Any, examples: Examples
 ) -> Network:
-  """Returns the network, or says why it cannot be evaluated."""
+  """Returns the network, or raises a UserError that says what is wrong."""
   require(
     callable(logits_fn),
     f'logits_fn is a {type(logits_fn).__name__}: must be a function that '
     'returns the logits [B, K] of images [B, H, W, C].',
   )
-  # What is no array, such as an activation function in an Equinox module, is
-  # a constant of the network.
+  # Leaves that are not arrays, such as an activation function in an Equinox
+  # module, are constants of the network.
   leaves, tree = jax.tree.flatten(params)
   is_array = [isinstance(leaf, jax.Array | np.ndarray) for leaf in leaves]
   arrays = tuple(x for x, keep in zip(leaves, is_array, strict=True) if keep)
@@ -200,30 +200,30 @@ def check_network(
 
 
 def check_logits(logits: np.ndarray, again: np.ndarray) -> None:
-  """Refuses a network whose answers cannot be attacked.
+  """Refuses a network whose logits cannot be attacked.
 
   Args:
-    logits: of the images.
-    again: of the first images once more, in another order and traced anew.
+    logits: the logits of the images.
+    again: those of the first images, from a second trace in another order.
   """
   bad = ~np.isfinite(logits).all(axis=1)
   require(
     not bad.any(),
     f'logits_fn returned NaN or infinity for {bad.sum()} of {len(logits)} '
-    f'images, first for image {int(bad.argmax())}: it must be finite.',
+    f'images, first for image {int(bad.argmax())}: they must be finite.',
   )
   require(
     not ((logits >= 0).all() and np.allclose(logits.sum(axis=1), 1, atol=1e-3)),
     'logits_fn returned probabilities: they are positive and sum to 1. Return '
-    'the logits, before the softmax; else the attacks climb a softmax of a '
+    'the logits before the softmax; otherwise the attacks climb a softmax of a '
     'softmax, whose gradients vanish.',
   )
   first = logits[: len(again)]
   difference = float(np.abs(again - first).max())
   require(
     difference <= 1e-3 * max(1.0, float(np.abs(first).max())),
-    f'logits_fn answered differently when it was asked again in another order: '
-    f'the logits differ by up to {difference:.2g}. {_TRAINING_MODE}',
+    'logits_fn returned different logits for the same images in another order: '
+    f'they differ by up to {difference:.2g}. {_TRAINING_MODE}',
   )
 
 

@@ -1,8 +1,8 @@
-"""What each threat did to each example: the matrix behind every figure.
+"""The outcome of each threat for each example, the source of every figure.
 
-An evaluation fills it in, batch by batch, and saves it as it goes. Tables,
-checks and pages only read it, so every figure can be computed again from the
-file:
+An evaluation fills in the outcomes batch by batch and saves them regularly.
+Tables, checks and pages only read them, so every figure can be computed again
+from the file:
 
   outcomes = Outcomes.load('my_network/outcomes.npz')
   outcomes.accuracies()['union']
@@ -26,7 +26,7 @@ STANDING = -1  # In `Outcomes.fell`.
 
 
 class ByThreat(dict):
-  """Values by the name of a threat; the `Threat` itself is a key, too."""
+  """Values by the name of a threat, or by the `Threat` itself."""
 
   def __missing__(self, key):
     if isinstance(key, Threat):
@@ -36,29 +36,31 @@ class ByThreat(dict):
 
 @dataclasses.dataclass
 class Outcomes:
-  """What k threats did to N examples with the A attacks of a protocol.
+  """The outcomes of k threats to N examples with the A attacks of a protocol.
 
-  An example stands under a threat if it is classified correctly without an
-  attack and after every attack. The fields below describe the first adversarial
-  image that fooled the network, else the one with the highest loss.
+  An example survives a threat if it is classified correctly without an attack
+  and after every attack. The fields below describe the first adversarial image
+  that fooled the network, else the one with the highest loss.
 
   Attributes:
-    settings: how it was made, as JSON holds it: `protocol`, `threats` (each
-      with its attacks), `radii`, `seed`, `data`, and what the caller added.
-    labels: int32 [N].
-    logits: of the images without an attack, [N, K].
+    settings: the settings of the evaluation, as JSON holds them: `protocol`,
+      `threats` (each with its attacks), `radii`, `seed`, `data`, and those that
+      the caller added.
+    labels: the classes, int32 [N].
+    logits: the logits of the images without an attack, [N, K].
     images: the first P images, float32 [P, H, W, C].
-    adversarial: what the threats made of these, [k, P, H, W, C].
+    adversarial: their adversarial images, [k, P, H, W, C].
     fell: the number of the attack that fooled the network, or -1, int8 [k, N].
-    tried: how many tries it took, or withstood, int16 [k, N].
-    predicted: the class, int16 [k, N].
+    tried: the number of tries so far, including one that fooled the network,
+      int16 [k, N].
+    predicted: the predicted class, int16 [k, N].
     loss: the cross entropy, [k, N].
     distance: the norm of the perturbation in the threat's space before the
       image is clipped to [0, 1], [k, N].
     distance_clipped: the same after the clip, [k, N].
     stuck: whether the last gradient was zero in every pixel, bool [k, N].
-    spent: gradients, and forward passes without one, per threat and attack,
-      int64 [k, A, 2].
+    spent: the numbers of gradients and of forward passes without one, per
+      threat and attack, int64 [k, A, 2].
   """
 
   settings: dict[str, Any]
@@ -102,7 +104,7 @@ class Outcomes:
       spent=np.zeros((shape[0], attacks, 2), np.int64),
     )
 
-  # ---- what it says
+  # ---- figures
 
   @property
   def threats(self) -> tuple[str, ...]:
@@ -126,24 +128,25 @@ class Outcomes:
 
   @property
   def correct(self) -> np.ndarray:
-    """Whether each example stands under each threat, bool [k, N]."""
+    """Whether each example survives each threat, bool [k, N]."""
     return self.natural & (self.fell == STANDING)
 
   @property
   def union(self) -> np.ndarray:
-    """Whether each example stands under every threat, bool [N]."""
+    """Whether each example survives every threat, bool [N]."""
     return self.correct.all(axis=0)
 
   @property
   def standing(self) -> ByThreat:
-    """By threat: whether each example stands, bool [N]."""
+    """By threat: whether each example survives, bool [N]."""
     return ByThreat(zip(self.threats, self.correct, strict=True))
 
   @property
   def fell_to(self) -> ByThreat:
     """By threat: the name of the attack that fooled each example, str [N].
 
-    `''` for one that stands, `'misclassified'` for one that needed no attack.
+    It is `''` for an example that survives, and `'misclassified'` for one that
+    is wrong without an attack.
     """
     names = np.array(['', *self.attacks])[self.fell + 1]
     named = np.where(self.natural, names, 'misclassified')
@@ -159,19 +162,19 @@ class Outcomes:
     return not (self.correct & (self.tried < np.array(tries)[:, None])).any()
 
   def correct_after(self, attack: int) -> np.ndarray:
-    """Returns what `correct` was after this attack of the protocol."""
+    """Returns `correct` as it was after this attack of the protocol."""
     return self.correct | (self.natural & (self.fell > attack))
 
   def correct_after_tries(self, tries: int) -> np.ndarray:
-    """Returns what `correct` was after so many tries."""
+    """Returns `correct` as it was after so many tries."""
     return self.correct | (self.natural & (self.tried > tries))
 
   def accuracies(self) -> dict[str, float]:
-    """Returns, in %: each threat's; `min`, the lowest; `union`; `natural`."""
+    """Returns accuracies in %: by threat, their `min`, `union`, `natural`."""
     return self._accuracies(self.correct)
 
   def accuracies_after(self, attack: int) -> dict[str, float]:
-    """Returns what `accuracies` was after this attack of the protocol."""
+    """Returns `accuracies` as it was after this attack of the protocol."""
     return self._accuracies(self.correct_after(attack))
 
   def _accuracies(self, correct: np.ndarray) -> dict[str, float]:
@@ -186,7 +189,7 @@ class Outcomes:
   def curve(self) -> dict[str, list[tuple[float, float]]]:
     """Returns by threat: multiples of eps, and the accuracies there in %.
 
-    For the outcomes of `evaluation.curve`.
+    Meant for outcomes of `evaluation.evaluate` with several radii.
     """
     radii = self.settings['radii']
     k = len(self.threats) // len(radii)
@@ -201,21 +204,20 @@ class Outcomes:
     }
 
   def overlap(self) -> np.ndarray:
-    """Returns how many images both threats fool, [k, k]."""
+    """Returns the number of images that both of two threats fool, [k, k]."""
     fooled = (self.natural & ~self.correct).astype(np.int64)
     return fooled @ fooled.T
 
   def unique_kills(self) -> np.ndarray:
-    """Returns how many images this threat fools and no other does, [k]."""
+    """Returns the number of images that only this threat fools, [k]."""
     fooled = self.natural & ~self.correct
     return (fooled & (fooled.sum(axis=0) == 1)).sum(axis=1)
 
   def evaluations(self) -> tuple[np.ndarray, np.ndarray]:
-    """Returns gradients and other forward passes: done, and in full, [2].
+    """Returns gradients and other forward passes, [2]: made, and in full.
 
-    In full is what it takes to attack every example with every try of every
-    attack under every threat. For an ensemble, one evaluation is one of each
-    member.
+    In full means to attack every example with every try of every attack under
+    every threat. For an ensemble, one evaluation is one of each member.
     """
     full = [
       [attack['evaluations'] for attack in threat['attacks'].values()]
@@ -227,7 +229,7 @@ class Outcomes:
     )
 
   def __str__(self) -> str:
-    """The accuracies after each attack of the protocol, as a table."""
+    """Returns a table of the accuracies after each attack of the protocol."""
     after = [self.accuracies_after(a) for a in range(len(self.attacks))]
     eps = dict(zip(self.threats, self.eps, strict=True))
     header = ['accuracy, %', 'eps', *self.attacks, '95 % interval']
@@ -253,14 +255,14 @@ class Outcomes:
     ]
     note = (
       f'{len(self.labels):,} images, protocol {self.settings["protocol"]}; '
-      'each column counts what stands after that attack.'
+      'each column gives the accuracy after that attack.'
     )
     return '\n'.join([*lines, note])
 
   # ---- on disk
 
   def save(self, path: str | os.PathLike) -> None:
-    """Writes all of it as .npz: whole, or not at all."""
+    """Writes the outcomes as .npz, atomically."""
     fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
     file = io.BytesIO()
     np.savez_compressed(
@@ -270,7 +272,7 @@ class Outcomes:
 
   @classmethod
   def load(cls, path: str | os.PathLike) -> 'Outcomes':
-    """Reads what `save` wrote; a UserError says why it cannot."""
+    """Reads what `save` wrote, or raises a UserError."""
     try:
       data = io.BytesIO(epath.Path(path).read_bytes())
       with np.load(data, allow_pickle=False) as arrays:

@@ -1,4 +1,4 @@
-"""What an evaluation attacks with what, and in which order."""
+"""The plan of an evaluation: its rows, and the order of its attacks."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -14,13 +14,13 @@ class Row(NamedTuple):
   """A row of the outcomes: a threat at a multiple of its radius.
 
   Attributes:
-    threat: with its radius multiplied.
+    threat: the threat with its radius multiplied.
     of: the name of the threat at its own radius.
-    solved: the threat at its own radius, in the space it is attacked in.
-    scale: what its radius was multiplied by.
+    solved: the threat at its own radius, in the space in which it is attacked.
+    scale: the factor of the radius.
     attacked: whether this is the first row with this set of images.
-    within: the rows whose sets contain this one, itself among them.
-    equal: those of them that have the same set.
+    within: the rows whose sets contain this one, including itself.
+    equal: the rows with the same set, including itself.
   """
 
   threat: Threat
@@ -33,13 +33,13 @@ class Row(NamedTuple):
 
 
 class Pass(NamedTuple):
-  """One try of one attack on all that stands under one threat.
+  """One try of one attack on all examples that survive under one threat.
 
   Attributes:
-    row: of the outcomes.
+    row: the row of the outcomes.
     stage: the number of the attack in the protocol.
     start: the number of the try, from 0.
-    number: how many passes of this row come before it.
+    number: the number of earlier passes over this row.
   """
 
   row: int
@@ -82,9 +82,9 @@ def make_rows(threats: Sequence[Threat], radii: Sequence[float]) -> list[Row]:
 
 
 def _simplest(threat: Threat) -> Threat:
-  """Returns the same set in pixels, where attacks are cheaper, if it is there.
+  """Returns the same set in pixels, where attacks are cheaper, if it exists.
 
-  An orthonormal map keeps Euclidean lengths, so its l2 balls are those of
+  An orthonormal map preserves Euclidean lengths, so its l2 balls are those of
   pixels. In pixels the clip stays in the ball, so every `clip` is the same set.
   """
   if threat.norm == 'l2' and spaces.get(threat.space).orthonormal:
@@ -93,7 +93,7 @@ def _simplest(threat: Threat) -> Threat:
 
 
 def _contains(outer: Threat, inner: Threat) -> bool:
-  """Tells whether every image of one threat is an image of the other."""
+  """Returns whether every image of `inner` is also one of `outer`."""
   outer, inner = _simplest(outer), _simplest(inner)
   return (
     spaces.get(outer.space) is spaces.get(inner.space)
@@ -109,8 +109,8 @@ def make_rounds(
   """Lists all passes: radius by radius, attack by attack, try by try.
 
   The passes of a round are the same try under several threats. None of their
-  sets contains another, so what one of them finds does not change what the
-  others attack, and their order does not matter.
+  sets contains another, so the finds of one pass do not change the examples
+  that the others attack, and their order does not matter.
   """
   rounds, count = [], [0] * len(rows)
   for scale in dict.fromkeys(row.scale for row in rows):

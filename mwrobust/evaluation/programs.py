@@ -1,4 +1,4 @@
-"""The compiled programs of an evaluation: attacks, and the natural answers."""
+"""The compiled programs of an evaluation: attacks and natural logits."""
 
 import functools
 import time
@@ -21,21 +21,21 @@ from mwrobust.runtime import devices
 Array = jax.Array
 
 # On a CPU, small batches are as fast per image, waste less when few examples
-# still stand, and stop earlier.
+# survive, and stop earlier.
 _CPU_BATCH_SIZE = 10
 # A call takes as many batches as it can attack in this time: many small ones,
-# so that the time between calls does not count, but not so many that nothing
-# can be saved, shown or stopped in between.
+# so that the time between calls is negligible, but few enough to save, to show
+# progress and to stop in between.
 _SECONDS_OF_A_CALL = 1.0
-_UNUSED = -1  # The index of a batch that is not there.
+_UNUSED = -1  # The index of an empty slot.
 
 
 class Batch(NamedTuple):
   """Some examples that one device attacks at once.
 
   Attributes:
-    of: the pass that it is part of.
-    examples: their numbers, int32, at most `Programs.size` of them.
+    of: the pass that the batch belongs to.
+    examples: the numbers of at most `Programs.size` examples, int32.
   """
 
   of: Pass
@@ -43,9 +43,9 @@ class Batch(NamedTuple):
 
 
 class Attacked(NamedTuple):
-  """What became of a batch, for each example, [B]; see `Outcomes`.
+  """The results for each example of a batch, [B]; see `Outcomes`.
 
-  `gradients` and `forwards` also have what the batch was filled up with.
+  `gradients` and `forwards` also count the examples that pad the batch.
   """
 
   images: Array
@@ -61,11 +61,11 @@ class Attacked(NamedTuple):
 class Programs:
   """The compiled attacks.
 
-  Attacks of one kind under all threats are one program, chosen from by a traced
-  index. The next program is compiled while the one before it runs.
+  Attacks of one kind under all threats are one program with a traced index. The
+  next program is compiled while the previous one runs.
 
   Attributes:
-    size: how many examples a batch has.
+    size: the number of examples in a batch.
   """
 
   def __init__(
@@ -78,23 +78,23 @@ class Programs:
     seed: int,
     seconds: float,
   ):
-    """Compiles nothing yet.
+    """Prepares the programs without compiling them.
 
     Args:
-      network: to attack.
-      protocol: with which attacks.
-      rows: under which threats.
-      examples: all of them.
-      batch_size: at most how many examples all devices get at once.
-      seed: of everything random.
-      seconds: what one forward pass of one image takes a device.
+      network: the network to attack.
+      protocol: the attacks.
+      rows: the rows of the outcomes, with their threats.
+      examples: all examples.
+      batch_size: the most examples that all devices attack at once.
+      seed: the seed of everything random.
+      seconds: the time of a forward pass of one image on one device.
     """
     self._network, self._protocol, self._rows = network, protocol, rows
     self._examples = *examples, np.arange(len(examples.labels), dtype=np.int32)
     self.size, self._slots = batch_shape(batch_size, len(examples.labels))
     self._seconds = seconds
     self._arrays = jax.device_put(network.arrays, devices.replicated())
-    # As numbers: several processes cannot share an array of keys.
+    # Raw key data, because processes cannot share an array of keys.
     self._keys = [
       jax.random.key_data(jax.random.fold_in(jax.random.key(seed), stage))
       for stage in range(len(protocol.attacks))
@@ -112,7 +112,7 @@ class Programs:
     self._pool = ThreadPoolExecutor(1)
 
   def prepare(self, a_pass: Pass) -> None:
-    """Begins to compile what a pass needs, in the background."""
+    """Starts to compile the program of a pass in the background."""
     kind, _ = self._placed(a_pass)
     if kind not in self._compiled:
       step = _make_step(self._network, self._pairs[kind])
@@ -122,14 +122,14 @@ class Programs:
   def run(
     self, batches: Sequence[Batch], then: Pass | None
   ) -> Iterator[list[tuple[Batch, Attacked]]]:
-    """Attacks the batches of one round, some in each call.
+    """Attacks the batches of one round, several in each call.
 
     Args:
-      batches: of the round.
-      then: a pass to prepare while the devices are at work.
+      batches: the batches of the round.
+      then: a pass to prepare while the devices are busy.
 
     Yields:
-      The batches of a call, and what became of them.
+      The batches of a call with their results.
     """
     left = list(batches)
     while left:
@@ -151,7 +151,7 @@ class Programs:
     return self._place[a_pass.stage, self._rows[a_pass.row].solved]
 
   def _in_time(self, a_pass: Pass) -> int:
-    """Returns how many batches a device can attack in a call."""
+    """Returns the number of batches that a device can attack in a call."""
     name = self._protocol.attacks[a_pass.stage]
     norm = self._rows[a_pass.row].solved.norm
     attack = self._protocol.stages[norm][name]
@@ -160,12 +160,12 @@ class Programs:
     return max(1, int(_SECONDS_OF_A_CALL / (cost * self._seconds)))
 
   def _places(self, count: int) -> np.ndarray:
-    """Returns where so many batches are: one by one on each device in turn."""
+    """Returns the slots of so many batches, dealt to the devices in turn."""
     turn, device = np.divmod(np.arange(count), devices.mesh().size)
     return device * self._slots + turn
 
   def _arguments(self, batches: Sequence[Batch]) -> tuple[Any, Any]:
-    """Returns the arguments of a program: shared, and split over devices."""
+    """Returns a program's arguments: shared, and split over the devices."""
     first = batches[0].of
     shared = (
       self._keys[first.stage],
@@ -186,11 +186,11 @@ class Programs:
 
 
 def batch_shape(most: int, count: int) -> tuple[int, int]:
-  """Returns how many examples a batch has, and how many batches a device gets.
+  """Returns the number of examples in a batch, and of batches per device.
 
   Args:
-    most: how many examples all devices may get at once.
-    count: how many there are.
+    most: the most examples that all devices may attack at once.
+    count: the number of examples.
   """
   of_a_device = -(-min(most, count) // devices.mesh().size)
   if jax.default_backend() != 'cpu':
@@ -200,7 +200,7 @@ def batch_shape(most: int, count: int) -> tuple[int, int]:
 
 
 def _make_step(network: Network, pairs: Sequence[tuple[Threat, Attack]]):
-  """Makes `step(shared, split) -> Attacked`, each device with its batches.
+  """Makes `step(shared, split) -> Attacked`, run by each device on its batches.
 
   The first axis of the results is that of the batches.
   """
@@ -214,7 +214,7 @@ def _make_step(network: Network, pairs: Sequence[tuple[Threat, Attack]]):
     images = inputs.to_float(images)
     logits_fn = functools.partial(network.apply, arrays)
     found = switch(logits_fn, index, key, images, labels, ids, scale, start)
-    # What counts is the network's answer to the image that is returned.
+    # The network is judged on the image that is returned.
     logits = _in_loop(logits_fn, found.images).astype(jnp.float32)
     return Attacked(
       images=found.images,
@@ -257,11 +257,11 @@ def _in_loop(function: Callable[[Array], Array], argument: Array) -> Array:
 
 
 class Natural(NamedTuple):
-  """What a network answers without an attack.
+  """The network's logits without an attack.
 
   Attributes:
-    logits: of all images, [N, K].
-    seconds: what one image takes one device.
+    logits: the logits of all images, [N, K].
+    seconds: the time of one image on one device.
   """
 
   logits: np.ndarray
@@ -269,9 +269,9 @@ class Natural(NamedTuple):
 
 
 def natural(network: Network, examples: Examples, batch_size: int) -> Natural:
-  """Returns the logits of all images, after a look at whether they are sane."""
+  """Returns the logits of all images, after checking that they are sane."""
 
-  def make_step():  # A new function each time, so that it is traced anew.
+  def make_step():  # A new function each time, so that it is traced again.
     return jax.jit(
       devices.by_example(
         lambda arrays, images: network.apply(arrays, inputs.to_float(images))
@@ -306,6 +306,6 @@ def natural(network: Network, examples: Examples, batch_size: int) -> Natural:
 
 
 def in_batches(places: np.ndarray, size: int) -> Iterator[np.ndarray]:
-  """Yields at most `size` of the places at a time."""
+  """Yields the places in groups of at most `size`."""
   for start in range(0, len(places), size):
     yield places[start : start + size]

@@ -1,9 +1,9 @@
-"""Attacks what still stands, attack by attack, in full batches.
+"""Attacks the survivors, attack by attack, in full batches.
 
-An example that has fallen under a threat is not attacked there again; what is
-left is packed into full batches before each try. An example's randomness comes
-from its own id, so the result is the same as if every example met every try of
-every attack.
+An example that was fooled under a threat is not attacked there again; the
+others are packed into full batches before each try. An example's randomness
+comes from its own id, so the result is the same as if every example met every
+try of every attack.
 """
 
 import contextlib
@@ -31,7 +31,7 @@ from mwrobust.runtime.progress import Progress
 
 Array = jax.Array
 FILE = 'outcomes.npz'
-RADII = (0.25, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0)  # Of a curve, times eps.
+RADII = (0.25, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0)  # For a curve, times eps.
 SECONDS_BETWEEN_SAVES = 30
 
 
@@ -55,26 +55,26 @@ def evaluate(
   """Measures how robust a network is.
 
   Args:
-    logits_fn: `logits_fn(images) -> logits [B, K]`, any JAX function; it gets
-      float32 images [B, H, W, C] in [0, 1].
+    logits_fn: any JAX function `logits_fn(images) -> logits [B, K]` of float32
+      images [B, H, W, C] in [0, 1].
     images: [N, H, W, C]: uint8, or floating point in [0, 1]; NumPy or JAX.
     labels: integers [N].
     threats: what the adversary may do.
     params: if given, `logits_fn(params, images)` is called, and no parameter is
       compiled into the attacks as a constant.
-    protocol: `'standard'`, `'fast'`, `'paper'`, `'paper-20'`, or attacks of
-      your own; see `mwrobust.evaluation.protocols`.
+    protocol: `'standard'`, `'fast'`, `'paper'`, `'paper-20'`, or your own
+      attacks; see `mwrobust.evaluation.protocols`.
     radii: multiples of each threat's eps. Several of them, such as
       `evaluation.RADII`, make a curve: see `Outcomes.curve`.
-    batch_size: at most how many images are attacked at once.
-    seed: everything random depends on it and on the image's place.
-    folder: the outcomes are saved there every half minute and at the end. A
+    batch_size: the most images that are attacked at once.
+    seed: the seed of everything random, together with an image's position.
+    folder: where the outcomes are saved every half minute and at the end. A
       later call with the same arguments resumes; one with others is refused.
-    pictures: of how many images the adversarial images are kept.
-    about: what else to write into `outcomes.settings`.
-    progress: show on stderr how far it is and how long it will take.
-    on_batch: called after each batch with the outcomes so far; may raise to
-      stop the evaluation.
+    pictures: the number of images whose adversarial images are kept.
+    about: further entries of `outcomes.settings`.
+    progress: whether to show the progress and the time left on stderr.
+    on_batch: called regularly with the outcomes so far; may raise to stop the
+      evaluation.
   """
   inputs.check_count('batch_size', batch_size, lowest=1)
   inputs.check_count('seed', seed, lowest=0)
@@ -124,7 +124,7 @@ def _settings(
   examples: Examples,
   about: Mapping[str, Any] | None,
 ) -> dict[str, Any]:
-  """Returns what the outcomes depend on, as JSON gives it back."""
+  """Returns everything the outcomes depend on, as JSON loads it."""
 
   def attack_fields(attack):
     return {
@@ -175,32 +175,31 @@ def _check_radii(radii: Sequence[float]) -> Sequence[float]:
 
 
 def _resume(path: epath.Path, fresh: Outcomes) -> Outcomes:
-  """Returns what was saved of this evaluation, else the fresh outcomes."""
+  """Returns the saved outcomes of this evaluation, else the fresh ones."""
   if not path.exists():
     found = fresh
   else:
     try:
       found = Outcomes.load(path)
     except UserError as error:
-      raise UserError(f'{error} Move it away to evaluate anew.') from error
+      raise UserError(f'{error} Move it away to start again.') from error
     differing = list(_differences(found.settings, fresh.settings))
     if differing:
       raise UserError(
-        '\n'.join([f'{path} is of another evaluation:', *differing])
+        '\n'.join([f'{path} holds another evaluation:', *differing])
         + '\nChoose another folder, or give the same arguments.'
       )
     scale = max(1.0, float(np.abs(found.logits).max()))
     difference = float(np.abs(found.logits - fresh.logits).max())
     if not difference <= 1e-3 * scale:
       raise UserError(
-        f'{path} is of another network: the logits of the same images differ '
+        f'{path} holds another network: the logits of the same images differ '
         f'by up to {difference:.2g}. Choose another folder.'
       )
   tries = int(found.tried.sum())
   if len(set(devices.of_all_processes(tries))) > 1:
     raise UserError(
-      f'{path} is not the same for all processes: they need one folder that '
-      'all of them see.'
+      f'{path} is not the same for all processes: they need a shared folder.'
     )
   return found
 
@@ -237,23 +236,23 @@ def _attack_survivors(
   rounds: Sequence[tuple[Pass, ...]],
   compiled: programs.Programs,
 ) -> Iterator[tuple[int, float]]:
-  """Attacks what stands, round by round, from where it was interrupted.
+  """Attacks the survivors round by round, from where it was interrupted.
 
   Args:
-    outcomes: filled in, call by call.
-    rows: of the outcomes.
-    rounds: in order.
+    outcomes: the outcomes, filled in after each call.
+    rows: the rows of the outcomes.
+    rounds: the rounds, in order.
     compiled: the attacks.
 
   Yields:
-    How many rounds are complete, and what share of the next one is.
+    The number of complete rounds, and the share of the next one that is done.
   """
   for done, a_round in enumerate(rounds):
     batches, complete = [], 0
     for a_pass in a_round:
       tried = outcomes.tried[a_pass.row]
-      # Those that this pass has attacked already are part of its batches, so
-      # that an evaluation that resumes has the same batches to the bit.
+      # Examples that this pass has already attacked stay in its batches, so
+      # that a resumed evaluation has the same batches, bit for bit.
       chosen = np.flatnonzero(
         (outcomes.correct[a_pass.row] & (tried == a_pass.number))
         | (tried == a_pass.number + 1)
@@ -279,9 +278,9 @@ def _record(
   batch: programs.Batch,
   attacked: programs.Attacked,
 ) -> None:
-  """Writes down what a try did to some examples.
+  """Records the results of a try for a batch.
 
-  An image that fools the network under one threat does so under every threat
+  An image that fools the network under one threat counts under every threat
   whose set contains it.
   """
   a_pass, examples = batch
@@ -290,7 +289,7 @@ def _record(
     attacked.forwards.sum(dtype=np.int64),
   )
   attacked = programs.Attacked(*(field[: len(examples)] for field in attacked))
-  # A network that answers NaN is fooled.
+  # NaN counts as fooled.
   fooled = attacked.predicted != outcomes.labels[examples]
   fooled |= np.isnan(attacked.loss)
   for i in row.within:
@@ -309,10 +308,10 @@ def _record(
 
 
 class _Shown(contextlib.AbstractContextManager):
-  """Shows how far an evaluation is, and what stands after each attack.
+  """Shows the progress of an evaluation, and the accuracy after each attack.
 
-  The time left counts as if everything that is correct without an attack had to
-  be attacked to the end, so it is an upper bound.
+  The time left assumes that every example survives to the end, so it is an
+  upper bound.
   """
 
   def __init__(
@@ -338,7 +337,7 @@ class _Shown(contextlib.AbstractContextManager):
     self._progress = progress and Progress(total, log_every=total / 10)
 
   def update(self, done: int, share: float) -> None:
-    """Says that so many rounds are done, and a share of the next."""
+    """Shows that so many rounds are done, and a share of the next."""
     if not self._progress:
       return
     at, following = self._offsets[done : done + 2]

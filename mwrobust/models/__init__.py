@@ -1,10 +1,10 @@
-"""Image classifiers by name: ours, and any linen module of your own.
+"""Makes image classifiers by name, or from your own linen modules.
 
-Every model is a Flax module `model.apply(variables, images, train) -> logits`:
-images float32 [B, H, W, C] in [0, 1], as attacks need them, so the
-normalisation by `mean` and `std` happens inside; logits float32
-[B, num_classes]. `train` selects BatchNorm's batch statistics, whose running
-means are the collection `batch_stats`, and dropout.
+Every model is a Flax module `model.apply(variables, images, train) -> logits`.
+Images are float32 [B, H, W, C] in [0, 1], as attacks need them, so models
+normalise them by `mean` and `std`; logits are float32 [B, num_classes]. With
+`train`, BatchNorm uses batch statistics, whose running means are the collection
+`batch_stats`, and dropout is on.
 
 >>> import jax, jax.numpy as jnp
 >>> model = create('cnn', num_classes=10, mean=(0.13,), std=(0.31,))
@@ -14,8 +14,8 @@ means are the collection `batch_stats`, and dropout.
 >>> model.apply(variables, images, train=False).shape
 (2, 10)
 
-In training, pass a key for dropout and take the new statistics. Models without
-the one or the other accept both:
+In training, pass a key for dropout and keep the new statistics. Models without
+dropout or BatchNorm accept both arguments:
 
 >>> logits, updated = model.apply(
 ...   variables,
@@ -27,9 +27,9 @@ the one or the other accept both:
 >>> updated.get('batch_stats', {})
 {}
 
-A module of your own is named `module:Class`. It gets normalised images, has
-`num_classes` as a field if it wants to know how many, and takes `train` in its
-call if it has dropout or BatchNorm:
+Your own module is named `module:Class`. It gets normalised images, its field
+`num_classes` is set if it has one, and its call takes `train` if it has dropout
+or BatchNorm:
 
   class WideNet(nn.Module):  # In my_nets.py: 'my_nets:WideNet'.
     num_classes: int
@@ -76,11 +76,11 @@ def create(
   """Makes the model called `name`.
 
   Args:
-    name: one of `MODELS`, or `module:Class` for a linen module of your own; a
-      module in the current folder is found, too. Or its class itself.
-    num_classes: how many logits.
-    mean: of the training pixels, per channel.
-    std: of the training pixels, per channel.
+    name: one of `MODELS`, or your own linen module: its class, or
+      `module:Class`, which may be in the current folder.
+    num_classes: the number of logits.
+    mean: the mean of the training pixels per channel.
+    std: the standard deviation of the training pixels per channel.
     **options: the model's own fields, such as `width`; see its class.
 
   Returns:
@@ -132,8 +132,7 @@ def _check_options(
   for option in options:
     if not allowed:
       raise UserError(
-        f'model.options has {option!r}, but {name} has no options: leave it '
-        'out.'
+        f'model.options has {option!r}, but {name} has no options: remove it.'
       )
     check_choice(
       f'The option of model {name!r} in model.options', option, allowed

@@ -1,4 +1,4 @@
-"""A small convolutional network, quick to attack on a CPU."""
+"""A small convolutional network that is fast to attack on a CPU."""
 
 import flax.linen as nn
 import jax
@@ -12,13 +12,13 @@ class Conv(nn.Module):
 
   With stride 2 a 4x4 patch is four rows of two pairs of pixels, so the patches
   are a reshape and eight slices, without a transpose. On a CPU, for which this
-  network is meant, an input gradient is then hardly slower than its matmuls
-  alone, in loops and switches too, where XLA's convolution was measured 2 (jax
-  0.10) to 9 (jax 0.12) times slower than this. Accelerators, not measured, may
+  network is meant, an input gradient is then hardly slower than its matmuls,
+  also in loops and switches, where XLA's convolution was measured to be 2 (jax
+  0.10) to 9 (jax 0.12) times slower. Accelerators were not measured and may
   prefer a convolution; one implementation keeps the results of all backends
   comparable.
 
-  Parameters are those of `nn.Conv`, by name (`Conv_0`, too) and shape.
+  Parameters have the names (including `Conv_0`) and shapes of `nn.Conv`.
   """
 
   features: int
@@ -32,7 +32,7 @@ class Conv(nn.Module):
     )
     bias = self.param('bias', nn.initializers.zeros, (self.features,))
 
-    # 'SAME': one pixel on each side, one more at the end of an odd side.
+    # 'SAME' pads one pixel on each side, and one more at the end of odd sides.
     x = jnp.pad(x, ((0, 0), (1, 1 + height % 2), (1, 1 + width % 2), (0, 0)))
     rows, columns = x.shape[1] // 2, x.shape[2] // 2
     pairs = x.reshape(batch, rows, 2, columns, 2 * channels)

@@ -1,4 +1,4 @@
-"""Any linen module as a model: by the name of its class, `module:Class`."""
+"""Makes a model of any linen module, given as `module:Class`."""
 
 import dataclasses
 import inspect
@@ -11,8 +11,8 @@ from mwrobust.errors import UserError
 from mwrobust.importing import import_module_of
 from mwrobust.models.normalise import normalise
 
-# How modules are asked whether this is training: by an argument of their call,
-# True in training, or True out of training.
+# The arguments that tell modules whether this is training, with their values in
+# training.
 TRAIN_ARGUMENTS = {
   'train': True,
   'training': True,
@@ -23,10 +23,10 @@ TRAIN_ARGUMENTS = {
 
 
 class Normalised(nn.Module):
-  """A module for normalised images as a model for images in [0, 1].
+  """Wraps a module for normalised images as a model for images in [0, 1].
 
-  Its variables are those of the module, without a level in between: what was
-  trained can be given to the module itself.
+  It has the variables of the module, without an extra level, so trained
+  variables can be used with the module itself.
   """
 
   network: nn.Module
@@ -54,7 +54,7 @@ class Normalised(nn.Module):
       raise UserError(
         f'{type(self.network).__name__} returned {found} for {expected[0]} '
         f'images of {expected[1]} classes: it must return the logits, '
-        f'{expected}. A field called num_classes is set to how many.'
+        f'{expected}. A field num_classes is set to the number of classes.'
       )
     return logits.astype(jnp.float32)
 

@@ -15,9 +15,9 @@ class PreActResNet(nn.Module):
   """Residual blocks with BatchNorm and ReLU before each convolution.
 
   He et al. 2016, "Identity mappings in deep residual networks". The 3x3
-  convolutions pad one pixel on every side, as the usual PyTorch code does;
-  with stride 2, 'SAME' would pad even sizes only at the end. A stem with stride
-  2 makes a network for CPUs: a quarter of the work, with the same parameters.
+  convolutions pad one pixel on every side, as the usual PyTorch code does; with
+  stride 2, 'SAME' would pad even sizes only at the end. A stem with stride 2
+  suits CPUs: it takes a quarter of the work, with the same parameters.
   """
 
   num_classes: int

@@ -1,4 +1,4 @@
-"""The two residual networks called ResNet-50: the paper's, and the code's."""
+"""Two networks called ResNet-50: the paper's, and the released code's."""
 
 import functools
 
@@ -61,8 +61,9 @@ class BottleneckResNet(nn.Module):
 class ResNetV1(nn.Module):
   """The released code's CIFAR ResNet, of depth 6n + 2.
 
-  As in Keras, which that code builds on: convolutions have biases, the
-  shortcuts' 1x1 convolutions no BatchNorm, and BatchNorm has Keras's constants.
+  As in Keras, on which that code builds: convolutions have biases, the 1x1
+  convolutions of shortcuts have no BatchNorm, and BatchNorm has Keras's
+  constants.
   """
 
   num_classes: int
@@ -78,7 +79,7 @@ class ResNetV1(nn.Module):
     if blocks < 1 or rest:
       raise UserError(
         f'depth = {self.depth} is not a depth of ResNet-v1: '
-        'take 6n + 2, such as 8, 20, 32, 44 or 50.'
+        'choose 6n + 2, such as 8, 20, 32, 44 or 50.'
       )
     conv = functools.partial(nn.Conv, kernel_init=_he_normal)
     norm = functools.partial(

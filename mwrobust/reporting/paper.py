@@ -1,7 +1,7 @@
-"""The figures of the paper's own tables, to stand beside ours.
+"""The figures of the paper's tables, to compare with ours.
 
-The main tables' "h = 3" is, digit for digit, the ensemble of the tables on
-convexity; the average of the parameters is only there.
+"h = 3" in the main tables is, digit for digit, the ensemble in the tables on
+convexity; only those also have the average of the parameters.
 """
 
 from typing import NamedTuple
@@ -21,7 +21,7 @@ class Figure(NamedTuple):
 
 
 def _parse(table: str, columns: list[tuple[str, str]]):
-  """By column, then by row."""
+  """Returns the figures of a table by column, then by row."""
   parsed = {column: {} for column in columns}
   for line in table.strip().splitlines():
     row, *numbers = line.split()
@@ -39,8 +39,8 @@ _POLICIES = [
 ]
 _AND_AVERAGE = [*_POLICIES, ('multiplicative_weights', 'h=3 average')]
 
-# Accuracies in percent, by the data and the number of random starts; then by
-# the policy and the network that was evaluated.
+# Accuracies in percent, by data and number of random starts, then by policy and
+# network.
 ACCURACIES = {
   ('cifar10', 1): _parse(
     """
@@ -100,7 +100,7 @@ ACCURACIES = {
   ),
 }
 
-# Table "tradeoff": trained against one threat each.
+# Table "tradeoff": networks trained against one threat.
 TRADEOFF = _parse(
   """
     pixel_linf 44.02 1.02  11.80 0.68
@@ -123,7 +123,7 @@ MAINI = {
   }.items()
 }
 
-# Training time in hours, by the data and the policy.
+# Training time in hours, by data and policy.
 HOURS = {
   'mnist': {
     'single pixel_linf': 2.25,

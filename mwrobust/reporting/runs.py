@@ -1,4 +1,4 @@
-"""Reads what a training run has left in its workdir."""
+"""Reads the results of training runs from their workdirs."""
 
 import itertools
 import json
@@ -14,8 +14,8 @@ from mwrobust.errors import UserError
 from mwrobust.evaluation import FILE, PROTOCOLS, Outcomes
 from mwrobust.reporting.sections import Evaluated
 
-# Config fields in which the seeds of one method may differ, and those in which
-# methods may. A name that ends with a dot stands for all fields below it.
+# Config fields that may differ between seeds of one method, and those that may
+# differ between methods. A name with a final dot stands for all fields below.
 SEEDS_DIFFER = (*config_lib.FREE_FIELDS, 'seed', 'data.dir')
 METHODS_DIFFER = (
   *SEEDS_DIFFER,
@@ -27,8 +27,8 @@ class Group(NamedTuple):
   """Evaluations of the same images and threats.
 
   Attributes:
-    evaluations: by network and protocol, 'standard' first.
-    curves: by network: its outcomes at several radii.
+    evaluations: the outcomes by network and protocol, 'standard' first.
+    curves: the outcomes at several radii, by network.
   """
 
   evaluations: dict[str, dict[str, Outcomes]]
@@ -36,11 +36,11 @@ class Group(NamedTuple):
 
   @property
   def first(self) -> Outcomes:
-    """Any of its outcomes, for what they share."""
+    """The first outcomes, for settings that all of them share."""
     return next(iter(next(iter(self.evaluations.values())).values()))
 
   def evaluated(self, network: str) -> Evaluated:
-    """Returns what there is about a network."""
+    """Returns the evaluations of a network."""
     protocols = tuple(self.evaluations[network].values())
     return Evaluated(protocols, self.curves.get(network))
 
@@ -49,10 +49,10 @@ class Run(NamedTuple):
   """A training run.
 
   Attributes:
-    workdir: where it is.
-    config: what it was made with.
+    workdir: the folder of the run.
+    config: the config of the run.
     trained: the rows of metrics of its log intervals.
-    outer: those of its outer steps.
+    outer: the rows of metrics of its outer steps.
     primary: the evaluations under its own threats, on the most images.
     others: further groups of evaluations.
   """
@@ -76,14 +76,14 @@ class Run(NamedTuple):
 
   @property
   def method(self) -> str:
-    """The method, with its threat if that is the only one."""
+    """The method, with its threat if it has only one."""
     config = self.config
     is_single = config.method == 'single'
     return f'single {config.policy.threat}' if is_single else config.method
 
   @property
   def output(self) -> str | None:
-    """The network that the algorithm returns, or None if it is missing."""
+    """The output of the algorithm, or None if it is not evaluated."""
     for network, protocols in self.evaluations.items():
       if next(iter(protocols.values())).settings['is_output']:
         return network
@@ -91,7 +91,7 @@ class Run(NamedTuple):
 
   @property
   def outer_step(self) -> int:
-    """How far it was trained when it was evaluated."""
+    """The outer step that was evaluated."""
     return self.primary.first.settings['outer_steps'][-1]
 
 
@@ -101,12 +101,10 @@ def load(
   """Reads a run that has been evaluated.
 
   Args:
-    workdir: of the run.
-    split: of its evaluations.
-    examples: of its evaluations, beside curves; 0 for any number.
-
-  Returns:
-    The run, without its other evaluations.
+    workdir: the folder of the run.
+    split: the split of the evaluations to read.
+    examples: the number of images of the evaluations to read, except curves; 0
+      for any number.
   """
   workdir = epath.Path(workdir)
   config = config_lib.load(workdir)
@@ -126,7 +124,7 @@ def load(
   groups = _groups(found)
   if not groups:
     raise UserError(
-      f'{workdir} has no evaluation on {split} images: type '
+      f'{workdir} has no evaluation on {split} images: run '
       f'{evaluation_command(workdir)} --config.eval.split={split}'
     )
   own = own_threats(config)
@@ -147,7 +145,7 @@ def load(
 
 
 def load_outcomes(path: epath.Path) -> Outcomes:
-  """Reads an evaluation of a run, whose settings say what it is of."""
+  """Reads an evaluation of a run, and checks its settings."""
   outcomes = Outcomes.load(path)
   for field in ('network', 'is_output', 'outer_steps', 'split'):
     if field not in outcomes.settings:
@@ -178,7 +176,7 @@ def _groups(found: Sequence[Outcomes]) -> list[Group]:
     if len(outcomes.settings['radii']) > 1:
       continue
     settings = outcomes.settings
-    # Those that share all else, such as two seeds, are in groups of their own.
+    # Evaluations that share all of these, such as two seeds, are kept apart.
     for number in itertools.count():
       key = threats_of(outcomes), settings['data']['sha256'], number
       group = groups.setdefault(key, Group({}, {}))
@@ -186,7 +184,7 @@ def _groups(found: Sequence[Outcomes]) -> list[Group]:
       if settings['protocol'] not in protocols:
         protocols[settings['protocol']] = outcomes
         break
-  # A curve may take fewer images: it goes to the largest group it belongs to.
+  # A curve may use fewer images, so it joins the largest group that fits.
   for curve in sorted(found, key=lambda outcomes: len(outcomes.labels)):
     network = curve.settings['network']
     fitting = [
@@ -212,7 +210,7 @@ def own_threats(config: ml_collections.ConfigDict) -> Threats:
 
 
 def threats_of(outcomes: Outcomes) -> Threats:
-  """Returns the threats of an evaluation; those of a curve, at their eps."""
+  """Returns the threats of an evaluation, for a curve at their own eps."""
   radii, threats = outcomes.settings['radii'], outcomes.settings['threats']
   return tuple(
     (
@@ -227,35 +225,35 @@ def threats_of(outcomes: Outcomes) -> Threats:
 
 
 def evaluation_command(workdir: str | os.PathLike) -> str:
-  """Returns what to type for an evaluation that is missing."""
+  """Returns the command that makes a missing evaluation."""
   return f'python -m mwrobust.main --mode=eval --workdir={workdir}'
 
 
 def read_metrics(workdir: epath.Path) -> list[dict[str, Any]]:
-  """Reads the rows of metrics.jsonl, as far as they are written."""
+  """Reads the complete rows of metrics.jsonl."""
   path = workdir / 'metrics.jsonl'
   if not path.exists():
     return []
-  # A last line without its end is being written at this moment.
+  # A last line without a newline is still being written.
   lines = path.read_text().splitlines(keepends=True)
   return [json.loads(line) for line in lines if line.endswith('\n')]
 
 
-# ------------------------------------------------------ what belongs together
+# ------------------------------------------------------------------ merging
 
 
 def check_same(found: Sequence[Outcomes]) -> None:
-  """Raises a UserError if these are not of one network and its threats."""
+  """Raises a UserError if the network, threats or images differ."""
   first, *others = found
   for other in others:
-    is_curve = len(other.settings['radii']) > 1  # It may take fewer images.
+    is_curve = len(other.settings['radii']) > 1  # It may use fewer images.
     differing = _differences(
       *(_about(outcomes) for outcomes in (first, other)),
       may_differ=('data', 'images') * is_curve,
     )
     if differing:
       raise UserError(
-        'These evaluations do not belong on one page, they differ in\n'
+        'These evaluations cannot be on one page, because they differ in\n'
         + '\n'.join(differing)
       )
 
@@ -264,7 +262,7 @@ def check_mergeable(runs: Sequence[Run]) -> None:
   """Raises a UserError if a table over these runs would mislead."""
   first_of, seen = {}, {}
   for other in runs:
-    # The seeds of one method share its policy to the letter; methods do not.
+    # The seeds of one method must share its policy; methods need not.
     first = first_of.setdefault(other.method, other)
     may_differ = SEEDS_DIFFER
     if first is other:
@@ -272,19 +270,19 @@ def check_mergeable(runs: Sequence[Run]) -> None:
     configs = (config_lib.flatten(run.config) for run in (first, other))
     differing = _differences(*configs, may_differ=may_differ)
     how = [_evaluated_how(run) for run in (first, other)]
-    # The attacks of a protocol that one of them lacks are not worth a line.
+    # Skips the attacks of a protocol that only one of them has.
     common = how[0].keys() & how[1].keys()
     differing += _differences(*({f: h[f] for f in common} for h in how))
     if differing:
       raise UserError(
-        f'{first.workdir} and {other.workdir} cannot be merged, they differ '
-        'in\n' + '\n'.join(differing)
+        f'{first.workdir} and {other.workdir} cannot be merged, because they '
+        'differ in\n' + '\n'.join(differing)
       )
     key = other.method, other.config.seed
     if key in seen:
       raise UserError(
         f'{seen[key]} and {other.workdir} are both {other.method} with seed '
-        f'{other.config.seed}: it would count twice. Leave one out.'
+        f'{other.config.seed}: it would count twice. Remove one.'
       )
     seen[key] = other.workdir
 
@@ -310,7 +308,7 @@ def _about(outcomes: Outcomes) -> dict[str, Any]:
 
 
 def _evaluated_how(run: Run) -> dict[str, Any]:
-  """Returns what all evaluations of a table must share."""
+  """Returns the settings that all evaluations of a table must share."""
   protocols = {
     protocol: outcomes.settings['threats']
     for by_protocol in run.evaluations.values()

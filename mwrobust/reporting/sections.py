@@ -1,4 +1,4 @@
-"""The parts of a report that are made from the outcomes of an evaluation."""
+"""The parts of a report that show the outcomes of an evaluation."""
 
 import fractions
 import math
@@ -23,13 +23,13 @@ _NUMBERS = (
   *('no', 'one', 'two', 'three', 'four', 'five', 'six', 'seven', 'eight'),
   *('nine', 'ten', 'eleven', 'twelve'),
 )
-# Checks that say something else than whether gradients mislead attacks.
+# Checks that are not about gradient masking.
 _OTHER_CHECKS = ('inside the ball', 'protocol')
-_WIDEST = 112  # Pixels of a picture; larger ones are shrunk.
+_WIDEST = 112  # The most pixels of a picture; larger ones are shrunk.
 
 
 class Evaluated(NamedTuple):
-  """One network under the same threats.
+  """The evaluations of one network under the same threats.
 
   Attributes:
     protocols: its outcomes, one for each protocol; the first is the main one.
@@ -46,17 +46,17 @@ class Evaluated(NamedTuple):
 
   @property
   def checks(self) -> list[Check]:
-    """What `evaluation.checks` has found."""
+    """The results of `evaluation.checks`."""
     return evaluation.checks(self.main, self.curve)
 
 
 def sections(evaluated: Evaluated) -> list[Section]:
-  """Returns all sections about one network."""
+  """Returns all sections on one network."""
   main, curve = evaluated.main, evaluated.curve
   found = [
     ('Verdict', verdict_parts(evaluated)),
     ('Pictures', [picture(shown(main).html), *picture_parts(main)]),
-    ('Who fools what', [shown(main), *overlap_parts(main)]),
+    ('Images fooled by each threat', [shown(main), *overlap_parts(main)]),
     ('Cost', [shown(main, with_protocol=False), cost_table(evaluated)]),
   ]
   if curve is not None:
@@ -67,7 +67,7 @@ def sections(evaluated: Evaluated) -> list[Section]:
 
 
 def network(outcomes: Outcomes) -> str:
-  """Returns what the network is called."""
+  """Returns the name of the network."""
   return outcomes.settings.get('network', 'the network')
 
 
@@ -77,7 +77,7 @@ def protocol(outcomes: Outcomes) -> str:
 
 
 def shown(outcomes: Outcomes, with_protocol: bool = True) -> Part:
-  """Returns a line that says what a section shows."""
+  """Returns a line with the network, protocol and images of a section."""
   about = f'Network: {network(outcomes)}'
   if with_protocol:
     about += f'; protocol: {protocol(outcomes)}'
@@ -85,8 +85,8 @@ def shown(outcomes: Outcomes, with_protocol: bool = True) -> Part:
 
 
 def images(outcomes: Outcomes) -> str:
-  """Returns what was attacked: `'1,000 test images'`."""
-  split = outcomes.settings.get('split', 'test')  # Only runs have others.
+  """Returns the number and split of the images: `'1,000 test images'`."""
+  split = outcomes.settings.get('split', 'test')  # Only runs have this field.
   return f'{len(outcomes.labels):,} {split} images'
 
 
@@ -104,7 +104,7 @@ def verdict(outcomes: Outcomes) -> str:
 
 
 def whatever(threats: Sequence[str]) -> str:
-  """Returns what a union is about: `'whatever any of the six threats does'`."""
+  """Returns a clause for a union: `'whatever any of the six threats does'`."""
   count = len(threats)
   if count == 1:
     return f'under {threats[0]}'
@@ -114,7 +114,7 @@ def whatever(threats: Sequence[str]) -> str:
 
 
 def worst(outcomes: Outcomes) -> str:
-  """Returns a sentence about the threat that fools the network most often."""
+  """Returns a sentence on the threat that fools the network most often."""
   accuracies = outcomes.accuracies()
   name = min(outcomes.threats, key=accuracies.get)
   low, high = wilson(accuracies[name], len(outcomes.labels))
@@ -137,7 +137,7 @@ def masking(checks: Sequence[Check]) -> str:
 
 
 def masking_part(checks: Sequence[Check]) -> Part:
-  """Returns the same as a box, with what failed, and what to do about it."""
+  """Returns the same as a box, with the failed checks and their advice."""
   failed = [check for check in checks if not check.passed]
   return callout(
     'bad' if failed else 'good',
@@ -147,7 +147,7 @@ def masking_part(checks: Sequence[Check]) -> Part:
 
 
 def verdict_parts(evaluated: Evaluated) -> list[Part]:
-  """Returns the verdict, its bars and tables, and whether to believe it."""
+  """Returns the verdict, its charts and tables, and the checks."""
   main, checks = evaluated.main, evaluated.checks
   radii = ', '.join(
     f'{threat["name"]} {threat["eps"]:.4g}'
@@ -158,22 +158,22 @@ def verdict_parts(evaluated: Evaluated) -> list[Part]:
     text(verdict(main), 'lead'),
     masking_part(checks),
     text(
-      f'This is about {network(main)} under the protocol {protocol(main)} '
-      f'({", ".join(main.attacks)}). Threats, with their radii: {radii}.'
+      f'The network is {network(main)}, the protocol {protocol(main)} '
+      f'({", ".join(main.attacks)}). Threats with their radii: {radii}.'
     ),
     picture(page.bar_chart(bars(evaluated.protocols))),
     text(
       'An image counts as correct under a threat if no attack within the '
       "threat's radius makes the network misclassify it. Min is the accuracy "
       'under the worst threat. Union counts the images that stay correct under '
-      'every threat, as an adversary may choose among them. The 95 % interval '
-      'allows for the number of images: 95 of 100 such intervals contain '
-      'the accuracy on all images of this kind.'
+      'every threat, because an adversary may choose any of them. The 95 % '
+      'interval reflects the number of images: 95 of 100 such intervals '
+      'contain the accuracy on all images of this kind.'
     ),
     accuracy_table(evaluated.protocols),
   ]
   if not main.complete:
-    words = 'This evaluation is not finished: more images will fall.'
+    words = 'This evaluation is not finished: accuracies can still fall.'
     parts.insert(1, callout('bad', words))
   for other in evaluated.protocols[1:]:
     if words := _weaker(main, other):
@@ -187,7 +187,7 @@ def verdict_parts(evaluated: Evaluated) -> list[Part]:
 
 
 def bars(protocols: Sequence[Outcomes]) -> dict[str, list[page.Bar]]:
-  """Returns the bars: natural, each threat, union; the main protocol last."""
+  """Returns bars for natural, each threat and union; main protocol last."""
   groups = {}
   for name in ('natural', *protocols[0].threats, 'union'):
     groups[name] = []
@@ -200,7 +200,7 @@ def bars(protocols: Sequence[Outcomes]) -> dict[str, list[page.Bar]]:
 
 
 def accuracy_table(protocols: Sequence[Outcomes]) -> Part:
-  """Returns the accuracies by protocol, with their intervals."""
+  """Returns the accuracies by protocol with their intervals."""
   main = protocols[0]
   eps = dict(zip(main.threats, main.eps, strict=True))
   by_protocol = [outcomes.accuracies() for outcomes in protocols]
@@ -219,7 +219,7 @@ def with_interval(accuracy: float, count: int) -> str:
 
 
 def _weaker(main: Outcomes, other: Outcomes) -> str:
-  """Returns a sentence on what another protocol does not find, or ''."""
+  """Returns a sentence on how weak another protocol is, or ''."""
   ours, theirs = main.accuracies(), other.accuracies()
   more = {name: theirs[name] - ours[name] for name in main.threats}
   name = max(more, key=more.get)
@@ -245,7 +245,7 @@ def after_table(outcomes: Outcomes) -> Part:
     ['accuracy after, %', *outcomes.attacks],
     rows,
     f'The attacks of the protocol {protocol(outcomes)}, in order; each attacks '
-    'only what the ones before it left.',
+    'only the images that survived the ones before it.',
   )
 
 
@@ -253,7 +253,7 @@ def after_table(outcomes: Outcomes) -> Part:
 
 
 def picture_parts(outcomes: Outcomes) -> list[Part]:
-  """Returns images, what the threats made of them, and the differences."""
+  """Returns images, their adversarial images, and the differences."""
   rows = []
   for i, clean in enumerate(outcomes.images):
     label = int(outcomes.labels[i])
@@ -277,11 +277,11 @@ def picture_parts(outcomes: Outcomes) -> list[Part]:
   return [
     picture(
       page.paragraph(
-        'Each image, and what each threat made of it: the first image '
+        'Each image and its adversarial image under each threat: the first '
         'that fooled the network (✗), else the one with the highest loss. '
-        'Below, the difference, magnified until its largest entry is black or '
-        'white (grey is none), and its l∞ distance in pixels: an image that is '
-        'near in one space may be far in another.'
+        'Below is the difference, magnified until its largest entry is black '
+        'or white (grey is zero), with its l∞ distance in pixels: an image '
+        'that is near in one space may be far away in another.'
       )
       + page.picture_grid(['image', *outcomes.threats], rows)
     )
@@ -300,7 +300,7 @@ def _picture(image: np.ndarray) -> str:
 
 
 def overlap_parts(outcomes: Outcomes) -> list[Part]:
-  """Returns which threat and which attack fools how many, and in common."""
+  """Returns how many images each threat and attack fools, and the overlap."""
   overlap = outcomes.overlap()
   fooled = np.diag(overlap)
   names, alone = outcomes.threats, outcomes.unique_kills()
@@ -319,7 +319,7 @@ def overlap_parts(outcomes: Outcomes) -> list[Part]:
   ]
   caption = (
     "Of the images that the row's threat fools, the percentage that the "
-    "column's threat fools, too."
+    "column's threat also fools."
   )
   as_text = [
     [name, *('-' if share is None else f'{share:.0f}' for share in row)]
@@ -327,11 +327,11 @@ def overlap_parts(outcomes: Outcomes) -> list[Part]:
   ]
   parts = [
     table(
-      ['threat', 'images fooled', 'by it alone', *outcomes.attacks],
+      ['threat', 'images fooled', 'only by it', *outcomes.attacks],
       rows,
       'Of the images that are classified correctly without an attack: how many '
-      'each threat fools, how many no other threat fools, and which attack was '
-      'the first to do so.',
+      'each threat fools, how many only this threat fools, and how many each '
+      'attack was the first to fool.',
     )
   ]
   if len(names) > 1:
@@ -342,7 +342,7 @@ def overlap_parts(outcomes: Outcomes) -> list[Part]:
 
 
 def curve_parts(curve: Outcomes) -> list[Part]:
-  """Returns the accuracy as the radius grows: in the end it should be 0."""
+  """Returns the accuracy at growing radii, which should fall to 0."""
   lines = curve.curve()
   radii = curve.settings['radii']
   names = {math.log2(radius): _multiple(radius) for radius in radii}
@@ -358,8 +358,8 @@ def curve_parts(curve: Outcomes) -> list[Part]:
         [name, *(f'{accuracy:.1f}' for _, accuracy in line)]
         for name, line in lines.items()
       ],
-      'As the radius grows the accuracy must fall to zero: in the end every '
-      'image can be turned into any other.',
+      'As the radius grows, the accuracy must fall to zero: in a large enough '
+      'ball every image can be turned into any other.',
     ),
   ]
 
@@ -373,7 +373,7 @@ def _multiple(radius: float) -> str:
 
 
 def cost_table(evaluated: Evaluated) -> Part:
-  """Returns what the evaluations took, against attacking everything."""
+  """Returns a table of the cost of the evaluations."""
   found = {protocol(outcomes): outcomes for outcomes in evaluated.protocols}
   if evaluated.curve is not None:
     found['the radii'] = evaluated.curve
@@ -389,7 +389,7 @@ def cost_table(evaluated: Evaluated) -> Part:
   return table(
     ['evaluation', 'gradients', 'other forward passes'],
     rows,
-    'Of one image each, against attacking every image with every try of every '
-    'attack under every threat. An image that has fallen is not attacked '
-    'again, and threats that are the same set are attacked once.',
+    'Each is of one image. The percentage is relative to attacking every image '
+    'with every try of every attack under every threat: an image that is '
+    'fooled is not attacked again, and equal threats are attacked once.',
   )

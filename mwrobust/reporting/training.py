@@ -1,4 +1,4 @@
-"""The parts of a report that are made from the metrics of training runs."""
+"""The parts of a report that show the metrics of training runs."""
 
 from collections.abc import Mapping, Sequence
 
@@ -11,7 +11,7 @@ from mwrobust.training.game import FOOLED, attack_is_fooled
 
 
 def seeds_part(merged: Sequence[Run]) -> Part:
-  """Returns a line that says which seeds of which methods these are."""
+  """Returns a line with the methods and seeds of the runs."""
   seeds = {}
   for run in merged:
     seeds.setdefault(method_title(run.method), []).append(str(run.config.seed))
@@ -23,13 +23,13 @@ def seeds_part(merged: Sequence[Run]) -> Part:
 
 
 def training_parts(run: Run) -> list[Part]:
-  """Returns weights, losses and the game over the outer steps, and the end."""
+  """Returns charts over the outer steps, and the last validation."""
   if not run.outer:
     return [text('There are no metrics.')]
   names = list(run.outer[0]['weight'])
 
   def chart(field: str, shown: Mapping[str, str], y_label: str) -> str:
-    """Charts entries of a field of the rows, under the names to show."""
+    """Returns a chart of entries of a field, with the titles to show."""
     series = {
       title: [(row['outer_step'], row[field][name]) for row in run.outer]
       for name, title in shown.items()
@@ -48,12 +48,12 @@ def training_parts(run: Run) -> list[Part]:
   chosen = _choices(run, names)
   if any(sum(counts.values()) for counts in chosen.values()):
     shares = page.stacked_shares(list(chosen.items()), 'outer step')
-    parts.append(picture(shares, 'Which threat was trained when'))
+    parts.append(picture(shares, 'Mini batches of each threat'))
   return parts
 
 
 def _last_step_parts(run: Run, names: Sequence[str]) -> list[Part]:
-  """Returns what the last validation said, and whether to believe it."""
+  """Returns the last validation, and whether its attack was fooled."""
   last, checked = run.outer[-1], run.config.train.check_examples
   probed, possible = last['probed_loss'], last['possible_loss']
   header = ['threat', 'weight', 'loss', 'accuracy, %']
@@ -87,22 +87,22 @@ def _last_step_parts(run: Run, names: Sequence[str]) -> list[Part]:
     name for name in names if attack_is_fooled(probed[name], possible[name])
   ]
   if not checked:
-    words += ' Whether the training attack was being fooled was not checked.'
+    words += ' Whether the network fooled the training attack was not checked.'
   elif fooled:
     words += (
-      f' The training attack was being fooled under {", ".join(fooled)}: APGD '
-      f'finds more than {FOOLED:g} times its loss.'
+      f' The network fooled the training attack under {", ".join(fooled)}: '
+      f'APGD finds more than {FOOLED:g} times its loss.'
     )
   else:
     words += (
-      ' The training attack was not being fooled: under no threat does APGD '
-      f'find more than {FOOLED:g} times its loss.'
+      ' The network did not fool the training attack: under no threat does '
+      f'APGD find more than {FOOLED:g} times its loss.'
     )
   return [table(header, rows, caption), text(words)]
 
 
 def _choices(run: Run, names: Sequence[str]) -> dict[str, dict[str, int]]:
-  """Returns how many mini batches each threat had, by outer step."""
+  """Returns the number of mini batches of each threat, by outer step."""
   chosen = {
     str(row['outer_step']): dict.fromkeys(names, 0) for row in run.outer
   }
@@ -116,7 +116,7 @@ def _choices(run: Run, names: Sequence[str]) -> dict[str, dict[str, int]]:
 
 
 def cost_table(merged: Sequence[Run]) -> Part:
-  """Returns what training and evaluating each run took."""
+  """Returns a table of the cost of training and evaluation of each run."""
   rows = []
   for run in merged:
     last = run.outer[-1] if run.outer else {}

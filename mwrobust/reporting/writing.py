@@ -1,4 +1,4 @@
-"""Whole reports: of one network, of a training run, and over several runs."""
+"""Writes reports on one network, on a training run, and on several runs."""
 
 import os
 from collections.abc import Callable, Sequence
@@ -29,13 +29,14 @@ def write(
   curve: Outcomes | None = None,
   say: Say = print,
 ) -> None:
-  """Writes report.html and report.md about one network.
+  """Writes report.html and report.md on one network.
 
   Args:
-    outcomes: of `evaluation.evaluate`; or several of them, of the same network,
-      images and threats under different protocols. The first is the main one.
-    folder: where the files are written.
-    curve: of `evaluation.evaluate` with several radii, if there is one.
+    outcomes: the result of `evaluation.evaluate`, or several of them for the
+      same network, images and threats with different protocols. The first is
+      the main one.
+    folder: the folder for the files.
+    curve: the result of `evaluation.evaluate` with several radii, if any.
     say: prints a summary of at most six lines, then the paths.
   """
   if isinstance(outcomes, Outcomes):
@@ -47,7 +48,7 @@ def write(
 
 
 def write_run(run: Run, folder: str | os.PathLike, say: Say = print) -> None:
-  """Writes report.html and report.md about one training run."""
+  """Writes report.html and report.md on one training run."""
   network = run.output or next(iter(run.evaluations))
   evaluated = run.primary.evaluated(network)
   found = sections.sections(evaluated)
@@ -73,11 +74,12 @@ def write_run(run: Run, folder: str | os.PathLike, say: Say = print) -> None:
 def write_runs(
   merged: Sequence[Run], folder: str | os.PathLike, say: Say = print
 ) -> None:
-  """Writes report.html and report.md over several runs.
+  """Writes report.html and report.md on several runs.
 
   Args:
-    merged: of one preset, data set and network; see `runs.check_mergeable`.
-    folder: where the files are written.
+    merged: runs of one preset, data set and network; see
+      `runs.check_mergeable`.
+    folder: the folder for the files.
     say: prints a summary of at most six lines, then the paths.
   """
   if len(merged) == 1:
@@ -114,7 +116,7 @@ def _write(
 
 
 def _said(evaluated: Evaluated) -> list[str]:
-  """Returns the summary of the terminal, in paragraphs."""
+  """Returns the paragraphs of the summary for the terminal."""
   main, checks = evaluated.main, evaluated.checks
   findings = [check.finding for check in checks if not check.passed]
   return [
@@ -125,20 +127,20 @@ def _said(evaluated: Evaluated) -> list[str]:
 
 
 def _missing(run: Run) -> list[Part]:
-  """Returns what a reader should know about an unfinished run."""
+  """Returns notes on what an unfinished run lacks."""
   parts = []
   if run.outer_step < run.config.train.T:
-    words = f'Only trained to outer step {run.outer_step}: not the whole run.'
+    words = f'The run is unfinished: trained to outer step {run.outer_step}.'
     parts.append(text(words))
   if run.output is None:
     command = runs.evaluation_command(run.workdir)
-    words = f'What the algorithm returns is not evaluated yet: type {command}'
+    words = f'The output of the algorithm is not evaluated yet: run {command}'
     parts.append(text(words))
   return parts
 
 
 def _other_parts(run: Run) -> list[Part]:
-  """Returns a table for each network under other threats or on other images."""
+  """Returns a table for each network under other threats or images."""
   parts = []
   for group in run.others:
     for network, protocols in group.evaluations.items():
@@ -171,7 +173,7 @@ def merged_verdict(merged: Sequence[Run]) -> str:
 
 
 def _failed(merged: Sequence[Run]):
-  """Yields each run's name and what its output failed."""
+  """Yields each run's name, its output and each failed check."""
   for run in merged:
     if run.output is not None:
       for check in run.primary.evaluated(run.output).checks:
@@ -192,7 +194,7 @@ def _masked_runs(merged: Sequence[Run]) -> str:
 
 
 def check_parts(merged: Sequence[Run]) -> list[Part]:
-  """Returns what the checks of each run's output did not pass."""
+  """Returns the failed checks of each run's output."""
   failed = list(_failed(merged))
   parts = [text(_masked_runs(merged))]
   if failed:

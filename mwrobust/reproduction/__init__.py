@@ -1,4 +1,4 @@
-"""Many runs for one table: what to run, what it costs, and what it shows.
+"""Plans, makes and compares the runs of a table.
 
 `python -m mwrobust.reproduce` and `python -m mwrobust.search` are the programs.
 """

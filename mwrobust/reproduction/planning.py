@@ -1,4 +1,4 @@
-"""The runs that a table needs: what they cost, and making those missing."""
+"""The runs of a table: their plan, their cost, and making missing ones."""
 
 import functools
 import json
@@ -21,16 +21,16 @@ from mwrobust.runtime import files
 from mwrobust.runtime.progress import format_duration
 from mwrobust.training import loop, setup
 
-WAIT = 20.0  # Seconds between two looks at runs that other processes make.
+WAIT = 20.0  # Seconds between two checks of runs that other processes make.
 
 
 class PlannedRun(NamedTuple):
   """A run that a table needs.
 
   Attributes:
-    method: with its threat, if that is the only one: `'single dct_l1'`.
-    config: of the run.
-    workdir: of the run.
+    method: the method, with its threat if it has one: `'single dct_l1'`.
+    config: the config of the run.
+    workdir: the folder of the run.
   """
 
   method: str
@@ -56,9 +56,9 @@ def make_config(
 def gradient_evaluations(
   config: ml_collections.ConfigDict,
 ) -> tuple[int, int]:
-  """Estimates the gradients that training and evaluating take.
+  """Estimates the gradients of training and of evaluation.
 
-  It is not known which examples will fall, so the evaluation is an upper bound.
+  The evaluation is an upper bound, as if every example survived every attack.
   """
   outline = _outline(config)
   schedule = setup.make_schedule(
@@ -81,7 +81,7 @@ def _evaluated_examples(config: ml_collections.ConfigDict) -> int:
 
 
 def seconds_per_gradient(config: ml_collections.ConfigDict) -> float:
-  """Measures a few gradients of the network at its batch size."""
+  """Measures the time of a gradient of the network at its batch size."""
   outline = _outline(config)
   shape = outline.shape
   channels = shape[-1]
@@ -117,9 +117,9 @@ def seconds_per_gradient(config: ml_collections.ConfigDict) -> float:
 
 
 def status(run: PlannedRun) -> tuple[str, float]:
-  """Returns how far a run is, and the gradients its training has taken.
+  """Returns the status of a run, and the gradients of its training so far.
 
-  It is `'new'`, `'begun'`, `'diverged'` or `'done'`.
+  The status is `'new'`, `'begun'`, `'diverged'` or `'done'`.
   """
   if not (run.workdir / 'config.json').exists():
     return 'new', 0
@@ -156,19 +156,19 @@ def _has_diverged(run: PlannedRun) -> bool:
 
 
 def load(run: PlannedRun) -> runs.Run:
-  """Reads a run, with the protocols of its plan.
+  """Reads a run with the protocols of its plan.
 
-  The same run may serve other tables, with other protocols and images.
+  The same run may also serve tables with other protocols and images.
   """
   if _has_diverged(run):
     raise UserError(
       f'{run.workdir} has diverged: choose other settings in another folder, '
-      f'or leave {run.method} out by --methods.'
+      f'or exclude {run.method} with --methods.'
     )
   wanted = run.config.eval
   count = _evaluated_examples(run.config)
   loaded = runs.load(run.workdir, wanted.split, count)
-  evaluations = {}  # 'standard' stays the first.
+  evaluations = {}  # Keeps the order, in which 'standard' is first.
   for network, by_protocol in loaded.evaluations.items():
     for protocol, outcomes in by_protocol.items():
       if protocol in wanted.protocols:
@@ -181,7 +181,7 @@ def load(run: PlannedRun) -> runs.Run:
 def describe(planned: Sequence[PlannedRun]) -> tuple[str, int]:
   """Describes the runs with their cost.
 
-  Refuses, before the first of them begins, a workdir with another run in it.
+  Raises a UserError, before any run begins, if a workdir holds another run.
 
   Returns:
     The description, and the gradient evaluations that are left.
@@ -201,13 +201,13 @@ def describe(planned: Sequence[PlannedRun]) -> tuple[str, int]:
   header = ['run', 'status', 'training', 'evaluation', 'left']
   return (
     document.markdown_table(header, rows)
-    + '\n\nIn gradient evaluations, one image once forward and back. The '
-    'evaluation takes less if images fall early.'
+    + '\n\nIn gradient evaluations: one image once forward and back. The '
+    'evaluation takes less if images are fooled early.'
   ), left
 
 
 def announce(planned: Sequence[PlannedRun], say: Callable[[str], None]) -> None:
-  """Says what the plan is and then, as compiling may last, how long it takes.
+  """Prints the plan, then its estimated time, which takes longer to measure.
 
   Args:
     planned: the runs.
@@ -217,9 +217,9 @@ def announce(planned: Sequence[PlannedRun], say: Callable[[str], None]) -> None:
   say(text)
   seconds = seconds_per_gradient(planned[0].config)
   say(
-    f'{1 / seconds:,.0f} of them a second in a probe on one device, '
+    f'{1 / seconds:,.0f} of them per second in a probe on one device, '
     f'{jax.devices()[0].device_kind}: at most about '
-    f'{format_duration(left * seconds)} left in all.'
+    f'{format_duration(left * seconds)} left in total.'
   )
 
 
@@ -229,10 +229,10 @@ def announce(planned: Sequence[PlannedRun], say: Callable[[str], None]) -> None:
 def make_missing(
   planned: Sequence[PlannedRun], say: Callable[[str], None]
 ) -> None:
-  """Trains and evaluates what is not there yet; resumes what is begun.
+  """Trains and evaluates missing runs, and resumes unfinished ones.
 
-  Several processes may do this at once: a run that another one is making is
-  left to it, and waited for at the end. A run that diverges is left as it is.
+  Several processes may do this at once: each skips the runs that others are
+  making and waits for them at the end. A run that diverges is not repeated.
   """
   left, waiting = list(planned), False
   while left:

@@ -1,4 +1,4 @@
-"""The tables: which runs each needs, and what it shows of them."""
+"""The tables: the runs each needs, and the sections it shows."""
 
 import statistics
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -22,16 +22,16 @@ class TablePlan(NamedTuple):
   """A table.
 
   Attributes:
-    methods: those it needs, and what is shown of each beside its output, as
-      `config.eval.others` has it.
-    rows: what is shown of these; () for all.
-    protocol: one that it needs, beside those of `config.eval.protocols`.
-    config: the file its setting is in.
-    one_seed: methods of which the first seed is enough.
-    section: what it shows: `'accuracy'`, a table for each protocol and the
-      paper's beside it; `'comparison'`, one table with what training took; or
+    methods: the methods, each with the networks to show besides its output, as
+      in `config.eval.others`.
+    rows: the rows to show; () for all.
+    protocol: a protocol it needs besides `config.eval.protocols`.
+    config: the config file.
+    one_seed: the methods that use only the first seed.
+    section: the kind of table: `'accuracy'`, a table for each protocol with the
+      paper's figures; `'comparison'`, one table with the cost of training; or
       `'time'`.
-    fields: of the config, where the command line does not give them.
+    fields: config fields, unless the command line sets them.
   """
 
   methods: Mapping[str, tuple[str, ...]]
@@ -53,7 +53,7 @@ RIVALS = (
   *('multiplicative_weights', 'round_robin', 'uniform', 'greedy', 'e_at'),
   *('ucb', 'max', 'avg', 'msd'),
 )
-# All methods of a comparison get the same budget, and the same test images.
+# All methods of a comparison get the same budget and the same test images.
 _COMPARISON = TablePlan(
   dict.fromkeys(RIVALS, ()),
   section='comparison',
@@ -70,9 +70,9 @@ TABLES = {
   'balanced': _COMPARISON._replace(config='mnist.py:balanced,cnn'),
   'released': _TWO._replace(config='mnist.py:released,cnn'),
   'paper': _TWO._replace(config='mnist.py:cnn'),
-  # Those of the paper. With --config=configs/cifar10.py it is the paper's own.
+  # The tables of the paper. --config=configs/cifar10.py is its full setting.
   'cifar10': TablePlan(_POLICIES, config='cifar10.py:small'),
-  # Beyond the paper's, to see what training against one threat is worth.
+  # Also has training against one threat, which the paper's table does not.
   'mnist': TablePlan(
     _POLICIES | dict.fromkeys(_SINGLE, ()), one_seed=tuple(_SINGLE)
   ),
@@ -97,15 +97,15 @@ def plan(
   """Plans the runs of a table.
 
   Args:
-    table: what to make.
-    config: what all runs share.
-    seeds: by method.
-    folder: of their workdirs.
-    chosen: by method, fields of its own; see `chosen.CHOSEN`.
-    given: fields that stay as the config has them.
+    table: the table to make.
+    config: the config that all runs share.
+    seeds: the seeds by method.
+    folder: the parent folder of the workdirs.
+    chosen: further fields by method; see `chosen.CHOSEN`.
+    given: fields that keep their values.
   """
   if table == TABLES['convexity'] and config_lib.window(config) == 1:
-    raise UserError('This table is about averages: it needs train.h > 1.')
+    raise UserError('This table compares averages: it needs train.h > 1.')
   planned = []
   for method, others in table.methods.items():
     fields = {**table.fields, **(chosen or {}).get(method, {})}
@@ -124,7 +124,7 @@ def plan(
 
 
 def restrict(table: TablePlan, methods: Sequence[str]) -> TablePlan:
-  """Returns the table with these of its methods; with all if none is named."""
+  """Returns the table with only these methods; with all if none is named."""
   for method in methods:
     check_choice('--methods', method, table.methods)
   shown = {
@@ -141,7 +141,7 @@ def restrict(table: TablePlan, methods: Sequence[str]) -> TablePlan:
 def accuracy_section(
   table: TablePlan, found: Sequence[runs.Run]
 ) -> document.Section:
-  """Returns a table for each protocol, and the paper's figures."""
+  """Returns a table for each protocol with the paper's figures."""
   config, output = found[0].config, found[0].output
   columns = [
     (method, network)
@@ -156,7 +156,7 @@ def accuracy_section(
 def comparison_section(
   table: TablePlan, found: Sequence[runs.Run]
 ) -> document.Section:
-  """Returns one table of all methods: their output, and what training took."""
+  """Returns one table of all methods: accuracies and the cost of training."""
   first = found[0].primary.first
   output = found[0].output
   methods = [m for m in table.methods if any(run.method == m for run in found)]
@@ -178,10 +178,10 @@ def comparison_section(
   header = ['accuracy, %', *map(accuracies.method_title, methods)]
   protocol = next(iter(accuracies.group(found)))
   words = (
-    f'On {images(first)}, network {output}, protocol {protocol} where no other '
+    f'On {images(first)}, network {output}, protocol {protocol} unless another '
     'is named. Min is the accuracy under the worst threat; union counts the '
-    'images that stay correct under every threat. One seed has its 95 % '
-    'interval, several their mean ± the standard deviation.'
+    'images that stay correct under every threat. One seed is shown with its '
+    '95 % interval, several with their mean ± the standard deviation.'
   )
   if found[0].config.preset == 'maini':
     for method, figures in paper.MAINI.items():
@@ -189,14 +189,14 @@ def comparison_section(
       for row in rows:
         row.append(f'{figures[row[0]]:.1f}' if row[0] in figures else '-')
     words += (
-      ' Published: Maini, Wong and Kolter (2020), with their network and their '
+      ' Published: Maini, Wong and Kolter (2020), with their network and '
       'attacks, ten restarts each.'
     )
   return 'Accuracy', [document.text(words), document.table(header, rows)]
 
 
 def _of_training(found: Sequence[runs.Run], method: str, field: str) -> float:
-  """Returns the mean over a method's seeds of what its training took."""
+  """Returns the mean of a field over the trainings of a method."""
   return statistics.mean(
     run.outer[-1][field] for run in found if run.method == method
   )
@@ -205,9 +205,9 @@ def _of_training(found: Sequence[runs.Run], method: str, field: str) -> float:
 def time_section(
   table: TablePlan, found: Sequence[runs.Run]
 ) -> document.Section:
-  """Returns the hours of training by method, over those of the first.
+  """Returns the hours of training by method, relative to the first.
 
-  The paper's are left out where data, network or threats are others.
+  The paper's hours are omitted if data, network or threats differ.
   """
   hours = {
     method: _of_training(found, method, 'seconds') / 3600
@@ -248,7 +248,7 @@ _SECTIONS = {
 def setting_parts(
   found: Sequence[runs.Run], chosen: Mapping[str, Mapping[str, Any]]
 ) -> list[document.Part]:
-  """Returns what the runs share, and what each method was given.
+  """Returns the shared setting, and the settings of each method.
 
   Args:
     found: the runs.
@@ -299,8 +299,8 @@ def write(
   """Writes a table over its runs as .md, .html and .json.
 
   Args:
-    name: of the table.
-    table: what it shows.
+    name: the name of the table.
+    table: the plan of the table.
     found: its runs.
     chosen: the settings that a search chose, by method.
     output: where it goes, without the suffix.
@@ -333,7 +333,7 @@ def write_all(
 
 
 def as_json(found: Sequence[runs.Run]) -> dict[str, Any]:
-  """Returns every figure by run, for programs."""
+  """Returns the figures of all runs for the JSON file."""
   return {
     'jax': jax.__version__,
     'device': f'{jax.device_count()} x {jax.devices()[0].device_kind}',

@@ -1,1 +1,1 @@
-"""Around a run: devices, files, metrics, progress, signals."""
+"""The surroundings of a run: devices, files, metrics, progress, signals."""

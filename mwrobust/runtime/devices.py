@@ -1,8 +1,8 @@
 """Devices and processes; the only file that knows meshes and jax.distributed.
 
-Data parallel over a 1-D mesh of all devices of all processes: the state is
-replicated, the batch is split. Each example has its own randomness, so numbers
-do not depend on how many devices there are.
+Work is data parallel over a 1-D mesh of all devices of all processes: the state
+is replicated and the batch is split. Each example has its own randomness, so
+results do not depend on the number of devices.
 """
 
 import contextlib
@@ -22,7 +22,7 @@ from jax.sharding import PartitionSpec as P
 from mwrobust.errors import UserError
 
 _MOST_CPU_DEVICES = 16
-# For those who start the processes by hand; flags come first.
+# For processes that are started by hand; flags take precedence.
 VARIABLES = ('JAX_COORDINATOR_ADDRESS', 'JAX_NUM_PROCESSES', 'JAX_PROCESS_ID')
 
 
@@ -35,12 +35,12 @@ def initialize(
   """Joins the other processes of the job, if there are any.
 
   Args:
-    distributed: `'off'`: alone. `'on'`: with others; what is not given, JAX
-      finds out from the cluster. `'auto'`: on if the job is explicitly one of
-      several, on TPU hosts, and in SLURM jobs of several tasks.
-    coordinator_address: of process 0, `host:port`.
-    num_processes: of the job.
-    process_id: of this one, from 0.
+    distributed: `'off'`: alone. `'on'`: with others; JAX gets missing arguments
+      from the cluster. `'auto'`: on if any argument is given, on TPU hosts, and
+      in SLURM jobs of several tasks.
+    coordinator_address: the address of process 0, `host:port`.
+    num_processes: the number of processes of the job.
+    process_id: the number of this process, from 0.
   """
   given = (coordinator_address, num_processes, process_id)
   if all(value is None for value in given) and VARIABLES[1] in os.environ:
@@ -54,8 +54,8 @@ def initialize(
     return
   if explicit and None in given:
     raise UserError(
-      '--coordinator_address, --num_processes and --process_id belong '
-      f'together; given are {given}.'
+      '--coordinator_address, --num_processes and --process_id must be given '
+      f'together, not {given}.'
     )
   if explicit and not 0 <= given[2] < given[1]:
     raise UserError(
@@ -66,13 +66,13 @@ def initialize(
 
 
 def use_all_cores(batch_size: int = 0) -> None:
-  """Makes each core of a CPU a device, so that all of them share a batch.
+  """Makes each core of a CPU a device, so that all cores share a batch.
 
-  Call it before JAX is used. Does nothing where the number of devices has been
-  chosen, or in one of several processes.
+  Call it before JAX is used. It does nothing if the number of devices has been
+  set, or in one of several processes.
 
   Args:
-    batch_size: if given, there will be a number of devices that divides it.
+    batch_size: if given, the number of devices divides it.
   """
   chosen = (
     'xla_force_host_platform_device_count' in os.environ.get('XLA_FLAGS', '')
@@ -87,7 +87,7 @@ def use_all_cores(batch_size: int = 0) -> None:
 
 def _whole(text: str | None, name: str) -> int | None:
   if text is not None and not text.isdecimal():
-    raise UserError(f'{name}={text} must be a whole number.')
+    raise UserError(f'{name}={text} must be an integer.')
   return None if text is None else int(text)
 
 
@@ -99,33 +99,33 @@ def _on_tpu_host() -> bool:
 
 
 def among_slurm_tasks() -> bool:
-  """Whether SLURM has started several of us."""
+  """Returns whether SLURM has started several tasks."""
   return int(os.environ.get('SLURM_STEP_NUM_TASKS', '1')) > 1
 
 
 def is_distributed() -> bool:
-  """Whether there are other processes.
+  """Returns whether there are other processes.
 
-  Does not start a backend: a report may be made where a device is in use.
+  It starts no backend, so that a report can be made while a device is in use.
   """
   return jax.distributed.is_initialized() and jax.process_count() > 1
 
 
 def stop_is_agreed(check: int) -> bool:
-  """Whether a SIGTERM came to a process, and this is where all shall stop.
+  """Returns whether a process got a SIGTERM and all are to stop here.
 
   Args:
-    check: counts the calls; all processes call it in the same places.
+    check: the number of the call; all processes make the same calls.
   """
   return multihost_utils.reached_preemption_sync_point(check)
 
 
 @contextlib.contextmanager
 def others_do_not_ask_to_stop() -> Iterator[None]:
-  """Keeps Orbax from asking JAX for the same, by another count.
+  """Keeps Orbax from asking JAX for sync points with its own count.
 
-  JAX agrees on the next count after the last that was asked for: in Orbax's,
-  which we are far ahead of, a SIGTERM would be lost.
+  JAX agrees on the count after the last one that was asked for. Orbax's counts
+  are far behind those of `stop_is_agreed`, so a SIGTERM would be lost.
   """
   ask = multihost_utils.reached_preemption_sync_point
   multihost_utils.reached_preemption_sync_point = lambda step_id: False
@@ -136,12 +136,12 @@ def others_do_not_ask_to_stop() -> Iterator[None]:
 
 
 def is_first_process() -> bool:
-  """Whether this process is the one that writes and prints."""
+  """Returns whether this process is the one that writes and prints."""
   return not is_distributed() or jax.process_index() == 0
 
 
 def of_all_processes(value: int) -> list[int]:
-  """This number of each process, in their order."""
+  """Returns the value of each process, in order."""
   if not is_distributed():
     return [value]
   found = multihost_utils.process_allgather(np.int32(value))
@@ -150,21 +150,21 @@ def of_all_processes(value: int) -> list[int]:
 
 @functools.cache
 def mesh() -> jax.sharding.Mesh:
-  """All devices of all processes, along `data`."""
+  """Returns the mesh of all devices of all processes, along `data`."""
   auto = (jax.sharding.AxisType.Auto,)
   return jax.make_mesh((jax.device_count(),), ('data',), axis_types=auto)
 
 
 def replicated() -> NamedSharding:
-  """The same on every device."""
+  """Returns the sharding of arrays that are the same on every device."""
   return NamedSharding(mesh(), P())
 
 
 def split_rows(rows: np.ndarray, *arrays: np.ndarray) -> tuple[jax.Array, ...]:
-  """The rows of each array, split over the devices along the first axis.
+  """Returns the rows of each array, split over the devices.
 
-  `rows` may have further axes: then they are further axes of the result. A
-  process touches only the rows of its own devices.
+  The result has the axes of `rows`, split along the first, then those of a row.
+  A process touches only the rows of its own devices.
   """
   sharding = NamedSharding(mesh(), P('data'))
 
@@ -183,25 +183,25 @@ def by_example(
   """Runs `function(shared, batch)` on each device with its part of the batch.
 
   For functions that treat each example by itself, such as attacks: no device
-  waits for another inside of their loops.
+  waits for another inside their loops.
   """
   return jax.shard_map(
     function,
     mesh=mesh(),
     in_specs=(P(), P('data')),
     out_specs=P('data'),
-    # Else a network with a loop of its own would have to say which of its
+    # Otherwise a network with its own loop would have to declare which of its
     # values differ between devices.
     check_vma=False,
   )
 
 
 def round_up(batch_size: int) -> int:
-  """To a number of examples that the devices can share."""
+  """Rounds up to a multiple of the number of devices."""
   return -(-batch_size // mesh().size) * mesh().size
 
 
 def wait_for_all(what: str) -> None:
-  """Returns when all processes have come to this point."""
+  """Waits until all processes have reached this point."""
   if is_distributed():
     multihost_utils.sync_global_devices(what)

@@ -1,7 +1,7 @@
-"""Files that are whole at any moment, and folders that one process works in.
+"""Atomic writes of files, and locks of folders.
 
-`write_bytes` and `write_json` replace a file at once, so that even after
-`kill -9` a reader finds the old one or the new. What the disk refuses becomes
+`write_bytes` and `write_json` replace a file atomically, so that even after
+`kill -9` a reader finds the old file or the new one. Errors of the disk become
 a `UserError`.
 
   with locked(workdir):
@@ -26,25 +26,25 @@ from mwrobust.runtime import devices
 
 @contextlib.contextmanager
 def explained(path: str | os.PathLike) -> Iterator[None]:
-  """Turns what the disk has to say about `path` into a `UserError`."""
+  """Turns an OSError while writing `path` into a `UserError`."""
   try:
     yield
   except OSError as error:
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
-      cure = 'Free some space and run again: it resumes from its checkpoint.'
+      cure = 'Free some space, then run the same command again to resume.'
     else:
       cure = 'Make it writable, or choose another workdir.'
     raise UserError(f'Cannot write {path}: {error}. {cure}') from error
 
 
 def is_in_bucket(path: str | os.PathLike) -> bool:
-  """Whether the path is an object's, such as `gs://bucket/run`."""
+  """Returns whether the path is in a bucket, such as `gs://bucket/run`."""
   return '://' in os.fspath(path)
 
 
 def replace(path: epath.Path, data: bytes) -> None:
-  """Writes a file whole or, whatever happens, not at all."""
-  if is_in_bucket(path):  # Objects appear whole.
+  """Writes a file atomically."""
+  if is_in_bucket(path):  # Objects are written atomically.
     path.write_bytes(data)
     return
   temporary = path.with_name(f'.{path.name}.tmp')
@@ -59,7 +59,7 @@ def replace(path: epath.Path, data: bytes) -> None:
 
 
 def plain(value: Any) -> Any:
-  """`value` as strict JSON knows it: no arrays, null for NaN and infinity."""
+  """Converts to strict JSON: lists for arrays, None for NaN and infinity."""
   if hasattr(value, 'tolist'):  # NumPy and JAX, scalars and arrays.
     value = value.tolist()
   if isinstance(value, dict):
@@ -72,16 +72,14 @@ def plain(value: Any) -> Any:
 
 
 def write_bytes(path: str | os.PathLike, data: bytes) -> None:
-  """Writes a file: a reader sees the old one or the new, never half of it.
-
-  Of several processes, the first writes.
+  """Writes a file atomically; of several processes, only the first does.
 
   Args:
-    path: the file; its folder is made where it is missing.
-    data: what is to be in it.
+    path: the file; its folder is created if it is missing.
+    data: the content.
 
   Raises:
-    UserError: the disk is full, or the file may not be written.
+    UserError: if the file cannot be written.
   """
   if not devices.is_first_process():
     return
@@ -96,32 +94,32 @@ def write_json(path: str | os.PathLike, value: Any) -> None:
 
   Args:
     path: the file.
-    value: dicts, lists, strings and numbers, NumPy's and JAX's among them. NaN
-      and infinity become null.
+    value: dicts, lists, strings, numbers, and NumPy or JAX arrays. NaN and
+      infinity become null.
   """
   text = json.dumps(plain(value), indent=2, allow_nan=False) + '\n'
   write_bytes(path, text.encode())
 
 
 class InUse(UserError):  # noqa: N818
-  """Another process works in the folder."""
+  """Another process is using the folder."""
 
 
 @contextlib.contextmanager
 def locked(folder: str | os.PathLike) -> Iterator[None]:
-  """Keeps other processes out of a folder while this one works in it.
+  """Locks a folder, so that no other process uses it at the same time.
 
   The lock is on `folder/.lock`, which names the host and the process and is
-  removed at the end. The kernel releases the lock of a process that is killed,
-  so a file left behind does not block the next one. Of several JAX processes
-  only the first takes the lock; in a bucket there is none.
+  removed at the end. The kernel releases the lock of a killed process, so a
+  file left behind does not block the next one. Of several JAX processes only
+  the first takes the lock; in a bucket there is none.
 
   Args:
-    folder: created if it is missing.
+    folder: the folder; it is created if it is missing.
 
   Raises:
-    InUse: another process works in the folder.
-    UserError: it cannot be written.
+    InUse: if another process is using the folder.
+    UserError: if the folder cannot be written.
   """
   if is_in_bucket(folder) or not devices.is_first_process():
     yield
@@ -134,7 +132,7 @@ def locked(folder: str | os.PathLike) -> Iterator[None]:
     try:
       yield
     finally:
-      # Before it is released: afterwards the file may be another's.
+      # Before the release, because afterwards the file may be another's.
       with contextlib.suppress(OSError):
         path.unlink()
 
@@ -148,8 +146,8 @@ def _open_locked(path: epath.Path) -> TextIO:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
       except BlockingIOError as error:
         raise InUse(_held(path, file)) from error
-      # The last holder may have removed the file since it was opened here: then
-      # the lock is on a file that nobody else can see.
+      # The last holder may have removed the file since it was opened here; then
+      # the lock is on a file that nobody else can see, so try again.
       with contextlib.suppress(FileNotFoundError):
         if os.path.samefile(path, file.fileno()):
           file.truncate(0)
@@ -160,12 +158,12 @@ def _open_locked(path: epath.Path) -> TextIO:
 
 
 def _held(path: epath.Path, file: TextIO) -> str:
-  """Says who holds the lock and what to do."""
+  """Returns a message that says who holds the lock and what to do."""
   file.seek(0)
   match file.read().split():
     case [host, pid]:
       holder = f'process {pid} on {host}'
-    case _:  # It has the lock and is about to write its name.
+    case _:  # The holder has not written its name yet.
       holder = 'another process'
   return (
     f'{path.parent} is in use by {holder}. Wait until it has finished, or '

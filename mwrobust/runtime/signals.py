@@ -1,4 +1,4 @@
-"""SIGTERM and Ctrl-C, heard at the next safe moment; threads, not heard."""
+"""Handles SIGTERM and Ctrl-C at the next safe moment, and silences threads."""
 
 import contextlib
 import itertools
@@ -12,7 +12,7 @@ from mwrobust.runtime import devices
 
 
 class Interrupted(Exception):  # noqa: N818
-  """A signal came; what was under way has been saved."""
+  """A signal stopped the program, which has saved its work."""
 
   def __init__(self, signum: int):
     super().__init__(f'Interrupted by {signal.Signals(signum).name}.')
@@ -20,36 +20,36 @@ class Interrupted(Exception):  # noqa: N818
 
 
 class Stop:
-  """Whether a signal to stop has come."""
+  """Remembers whether a signal to stop has arrived."""
 
   signum: int | None = None
 
   def check(self) -> None:
-    """Raises Interrupted if one has."""
+    """Raises Interrupted if a signal has arrived."""
     if self.signum is not None:
       raise Interrupted(self.signum)
 
 
 class StopTogether(Stop):
-  """The same for several processes: all stop at the same of their checks.
+  """Stops several processes, all at the same check.
 
-  JAX hears the SIGTERM, of whichever process, and tells the others.
+  JAX receives the SIGTERM in any process and informs the others.
   """
 
   def __init__(self):
     self._checks = itertools.count()
 
   def check(self) -> None:
-    """Raises Interrupted if one has, and all processes have come this far."""
+    """Raises Interrupted at the check on which all processes agreed."""
     if devices.stop_is_agreed(next(self._checks)):
       raise Interrupted(signal.SIGTERM)
 
 
 @contextlib.contextmanager
 def stop_signals() -> Iterator[Stop]:
-  """Lets SIGTERM and Ctrl-C wait for the next safe moment; the second not."""
+  """Delays SIGTERM and Ctrl-C until the next check; a second stops at once."""
   if devices.is_distributed():
-    before = signal.signal(  # JAX hears only SIGTERM.
+    before = signal.signal(  # JAX only handles SIGTERM.
       signal.SIGINT, lambda *_: os.kill(os.getpid(), signal.SIGTERM)
     )
     try:
@@ -59,7 +59,7 @@ def stop_signals() -> Iterator[Stop]:
     return
   stop = Stop()
   if threading.current_thread() is not threading.main_thread():
-    yield stop  # Only the main thread hears signals.
+    yield stop  # Only the main thread can handle signals.
     return
 
   numbers = signal.SIGTERM, signal.SIGINT
@@ -84,10 +84,10 @@ def stop_signals() -> Iterator[Stop]:
 
 @contextlib.contextmanager
 def silenced_threads() -> Iterator[None]:
-  """Prints no traceback of other threads, whose failure is raised here too."""
+  """Hides tracebacks of other threads, whose failures are raised here too."""
   hooks = threading.excepthook, sys.unraisablehook
   threading.excepthook = lambda args: None
-  # Of TensorStore, when it tells a closed event loop of one more failure.
+  # From TensorStore, when it reports another failure to a closed event loop.
   sys.unraisablehook = lambda args: None
   try:
     yield

@@ -1,11 +1,11 @@
-"""Adversaries: what a mini batch is trained on.
+"""Adversaries make the images that a mini batch is trained on.
 
-A policy picks one threat per mini batch; the adversary says what becomes of it:
+A policy picks one threat per mini batch; the adversary makes the images:
 
   one   the attack of the chosen threat
-  max   all k attacks, of each example the image with the highest loss
-  avg   all k attacks, all their images: the training loss is their mean
-  msd   one climb that at each step takes the best of k steps, one per threat
+  max   all k attacks; for each example, the image with the highest loss
+  avg   all k attacks and all their images: the training loss is their mean
+  msd   one climb that takes the best of k steps, one per threat, at each step
   none  the images as they are
 
 >>> import jax, jax.numpy as jnp
@@ -24,8 +24,8 @@ A policy picks one threat per mini batch; the adversary says what becomes of it:
 >>> images.shape, labels.tolist()[:8]
 ((24, 8, 8, 1), [0, 0, 0, 0, 0, 0, 1, 1])
 
-Methods are compared at equal cost. For each example, a mini batch of threat i
-takes `gradients[i]` gradient evaluations to make, and `copies` to train on:
+Methods are compared at equal cost. Per example, a mini batch of threat i takes
+`gradients[i]` gradient evaluations to make and `copies` to train on:
 
 >>> adversary.gradients.tolist(), adversary.copies
 ([60.0, 60.0, 60.0, 60.0, 60.0, 60.0], 6)
@@ -56,18 +56,18 @@ Array = jax.Array
 LogitsFn = Callable[[Array], Array]
 Pairs = Sequence[tuple[attacks.Threat, attacks.Attack]]
 
-# Forward passes cost a third of a gradient, which goes forward and back.
+# A forward pass costs a third of a gradient, which also goes back.
 _FORWARD = 1 / 3
-_FIRST = 2.0  # MSD's first step, in radii.
+_FIRST = 2.0  # The length of MSD's first step, in radii.
 
 
 class Perturbed(NamedTuple):
   """A mini batch to train on.
 
   Attributes:
-    images: [m * B, H, W, C]. The m images of an example follow one another, so
-      that the order does not depend on how a batch is divided among devices.
-    labels: [m * B].
+    images: [m * B, H, W, C]. The m images of an example are adjacent, so that
+      the order does not depend on how a batch is divided among devices.
+    labels: the labels of the images, [m * B].
   """
 
   images: Array
@@ -75,17 +75,17 @@ class Perturbed(NamedTuple):
 
 
 class Adversary(NamedTuple):
-  """What a mini batch is trained on.
+  """Makes the images that a mini batch is trained on.
 
   Attributes:
     perturb: `perturb(logits_fn, index, key, images, labels, ids, scale)`
-      returns what the mini batch becomes if the policy has picked threat number
+      returns the mini batch to train on if the policy has picked threat number
       `index`, which may be traced. The other arguments are those of an attack.
       No gradient flows through the result.
-    gradients: float [k], the gradient evaluations per example of `perturb`, by
-      index. A forward pass alone counts a third. An attack that stops early
+    gradients: float [k], the gradient evaluations of `perturb` per example, by
+      index. A forward pass alone counts as a third. An attack that stops early
       takes fewer.
-    copies: m, how many images there are for each example.
+    copies: the number m of images for each example.
   """
 
   perturb: Callable[..., Perturbed]
@@ -112,7 +112,7 @@ def make_adversary(kind: str, pairs: Pairs) -> Adversary:
 
 
 def one(pairs: Pairs) -> Adversary:
-  """The attack of the threat that was picked."""
+  """Makes an adversary that attacks with the chosen threat."""
   switch = attacks.make_switch(pairs)
 
   def perturb(logits_fn, index, key, images, labels, ids, scale):
@@ -123,7 +123,7 @@ def one(pairs: Pairs) -> Adversary:
 
 
 def worst(pairs: Pairs) -> Adversary:
-  """Of all attacks, for each example the image with the highest loss: MAX.
+  """Makes MAX: for each example, the attacked image with the highest loss.
 
   Tramer & Boneh, "Adversarial Training and Robustness for Multiple
   Perturbations" (2019).
@@ -139,7 +139,7 @@ def worst(pairs: Pairs) -> Adversary:
       found = switch(logits_fn, index, key, *batch)
       return found, loss_fn(found)
 
-    # One after the other: attacks with the same rule share a compiled gradient.
+    # A `map`, so that attacks with the same rule share a compiled gradient.
     found, _ = _take_highest(*lax.map(attack, jnp.arange(k)))
     return Perturbed(lax.stop_gradient(found), labels)
 
@@ -147,7 +147,7 @@ def worst(pairs: Pairs) -> Adversary:
 
 
 def every(pairs: Pairs) -> Adversary:
-  """The images of all attacks, so that the loss is the mean over threats: AVG.
+  """Makes AVG: the images of all attacks, so the loss is the mean over threats.
 
   Tramer & Boneh, "Adversarial Training and Robustness for Multiple
   Perturbations" (2019).
@@ -167,7 +167,7 @@ def every(pairs: Pairs) -> Adversary:
 
 
 def none(pairs: Pairs) -> Adversary:
-  """The images as they are: natural training."""
+  """Makes natural training: the images stay as they are."""
 
   def perturb(logits_fn, index, key, images, labels, ids, scale):
     del logits_fn, index, key, ids, scale
@@ -180,13 +180,13 @@ def none(pairs: Pairs) -> Adversary:
 
 
 class _Climb(NamedTuple):
-  """Where the climb is.
+  """The state of the climb.
 
   Attributes:
-    placed: the perturbed images, before the clip to [0, 1]. In the space of the
-      threat that made one, it is in that threat's ball.
-    best: the images shown to the network that had the highest loss.
-    loss: [B], the loss of the best.
+    placed: the perturbed images, before the clip to [0, 1]. Each is in the ball
+      of the threat that made it.
+    best: the images with the highest loss so far, in [0, 1].
+    loss: the loss of `best`, [B].
   """
 
   placed: Array
@@ -195,21 +195,20 @@ class _Climb(NamedTuple):
 
 
 def steepest(pairs: Pairs) -> Adversary:
-  """One climb whose every step is the best of k steps, one per threat: MSD.
+  """Makes MSD: one climb whose every step is the best of k, one per threat.
 
   Maini, Wong & Kolter, "Adversarial Robustness Against the Union of Multiple
   Perturbation Models" (2020), for threats in any spaces. From the same image
   each threat takes the steepest step of its norm, in its space, and projects
-  the result onto its own set around the clean image. Per example the climb goes
-  on from the candidate with the highest loss, so every image is in the set of
-  at least one threat. The best of all steps is the result.
+  the result onto its own set around the clean image. Each example continues
+  from the candidate with the highest loss, so every image is in the set of at
+  least one threat. The result is the best of all steps.
 
-  The climb starts at the image, and has as many steps as the longest of the
-  attacks. Its steps have the attack's `step_size` if there is one. Otherwise
-  the first is two radii long, and the length falls linearly to 0: a long step
-  leads from any point to near the best of each ball, so that the threats are
-  compared by what they can do. With short steps the climb can get stuck in the
-  ball that is ahead at the start.
+  The climb starts at the image and has as many steps as the longest attack.
+  Steps have the attack's `step_size` if it is set. Otherwise the first is two
+  radii long, and the length falls linearly to 0: a long step leads from any
+  point to near the best of each ball, so that the threats are compared fairly.
+  With short steps the climb can get stuck in the ball that leads at the start.
   """
   for threat, attack in pairs:
     if not isinstance(attack, attacks.Ascent):
@@ -238,11 +237,11 @@ def steepest(pairs: Pairs) -> Adversary:
     )
 
     def step(i, now: _Climb) -> _Climb:
-      # Only the direction matters: rescaled, nothing under- or overflows.
+      # Only the direction matters; rescaling avoids under- and overflow.
       gradient = gradient_fn(jnp.clip(now.placed, 0, 1))
       gradient = jax.vmap(norms.rescale)(gradient)
       placed = jnp.stack([fn(i, now.placed, gradient) for fn in step_fns])
-      # One forward pass after the other: k at once are slower on a CPU.
+      # A `map`, because k forward passes at once are slower on a CPU.
       loss = lax.map(loss_fn, jnp.clip(placed, 0, 1))
       placed, loss = _take_highest(placed, loss)
       is_best = (loss > now.loss)[:, None, None, None]
@@ -261,7 +260,7 @@ def _problem(threat: attacks.Threat, logits_fn, images, *rest) -> Problem:
   """Returns the batch with the geometry of one threat."""
   space = spaces.get(threat.space)
   image = jax.ShapeDtypeStruct(images.shape[1:], images.dtype)
-  # The set of 'end' is that of 'inside'; a climb is better off inside.
+  # The set of 'end' is that of 'inside', which is easier to climb in.
   clip = 'inside' if threat.clip == 'end' else threat.clip
   geometry = make_geometry(space, threat.norm, clip, check_space(space, image))
   domain = jax.vmap(geometry.map.enter)(images)
@@ -281,7 +280,7 @@ def _make_step(
     sizes = np.full(steps, attack.step_size)
   keeps = np.full(steps, keep)
   if spaces.get(threat.space) is spaces.PIXEL:
-    # No pixel has room for more than 1: a longer sparse step takes more pixels.
+    # A pixel can move by at most 1, so a longer sparse step needs more pixels.
     keeps = np.maximum(keeps, np.ceil(sizes))
   eps, sizes, keeps = (
     jnp.asarray(values, jnp.float32) for values in (threat.eps, sizes, keeps)
@@ -302,7 +301,7 @@ def _make_step(
   return step
 
 
-# ---------------------------------------------------------- what they share
+# ---------------------------------------------------------- shared functions
 
 
 def _loss(logits_fn: LogitsFn, images: Array, labels: Array) -> Array:
@@ -320,7 +319,7 @@ def _make_loss(
 
 
 def _take_highest(images: Array, loss: Array) -> tuple[Array, Array]:
-  """Returns, of images [k, B, ...], the one with the highest loss [k, B]."""
+  """Returns from images [k, B, ...] those with the highest loss [k, B]."""
   highest = jnp.argmax(loss, axis=0)[None]
   place = highest[:, :, None, None, None]
   return (
@@ -332,8 +331,8 @@ def _take_highest(images: Array, loss: Array) -> tuple[Array, Array]:
 def _costs(pairs: Pairs) -> np.ndarray:
   """Returns the gradient evaluations of each attack, if it does not stop early.
 
-  Forward passes alone rank the targets, judge the last point of a try (unless
-  it is the result in any case), and judge each step of FAB.
+  Forward passes alone rank the targets, evaluate the last point of a try
+  (unless it is always the result), and evaluate each step of FAB.
   """
 
   def cost(attack: attacks.Attack) -> float:

@@ -1,8 +1,8 @@
-"""One model out of the last h outer steps: their mean, or their ensemble.
+"""Makes one model of the last h outer steps: their mean or their ensemble.
 
-The Theorem's output is the ensemble of the outputs; the mean of the parameters
-(Figure ALG:multi-robust-scalable) is as good if the losses are near convex, and
-costs one network instead of h:
+The Theorem's output is the ensemble of the outputs. The mean of the parameters
+(Figure ALG:multi-robust-scalable) is as good if the losses are nearly convex,
+and costs one network instead of h:
 
 >>> import jax.numpy as jnp
 >>> from mwrobust.training import averaging
@@ -10,7 +10,7 @@ costs one network instead of h:
 >>> average['w'].tolist()
 [2.0, 2.0]
 
-An ensemble is a `logits_fn` like any other, so attacks see it as one model:
+An ensemble is a `logits_fn`, so attacks treat it as one model:
 
 >>> logits_fn = averaging.ensemble([lambda x: x, lambda x: -x])
 >>> jnp.exp(logits_fn(jnp.array([[4.0, 0.0]]))).tolist()
@@ -28,14 +28,13 @@ LogitsFn = Callable[[jax.Array], jax.Array]
 
 
 def average(trees: Iterable[Any]) -> Any:
-  """The mean of pytrees of arrays, oldest first: parameters, batch statistics.
+  """Returns the mean of pytrees of arrays, such as parameters, oldest first.
 
   Leaves keep their dtype. Leaves that are not floating point (counters, keys)
-  have no mean to speak of: they are taken from the last tree.
+  are taken from the last tree.
 
-  BatchNorm statistics average like the rest, as in the authors' code. That is
-  not the same as the statistics of the averaged network; an `ensemble` avoids
-  the question.
+  BatchNorm statistics are averaged like the rest, as in the authors' code. They
+  differ from the statistics of the averaged network; an `ensemble` avoids this.
   """
 
   def mean(*leaves):
@@ -47,10 +46,10 @@ def average(trees: Iterable[Any]) -> Any:
 
 
 def ensemble(logits_fns: Iterable[LogitsFn]) -> LogitsFn:
-  """The model whose probabilities are the mean of the members' probabilities.
+  """Returns the model whose probabilities are the mean over its members.
 
-  Its logits are log probabilities: the log of the mean softmax, finite however
-  sure of themselves the members are.
+  Its logits are the log of the mean softmax, and are finite however confident
+  the members are.
   """
   members = tuple(logits_fns)
 

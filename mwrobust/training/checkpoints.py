@@ -1,10 +1,10 @@
 """Checkpoints; the only file that knows Orbax.
 
   checkpoints/<t>        the state after outer step t: the paper's theta_t
-  interrupted/<step>     the state a run was interrupted in, between two t
+  interrupted/<step>     the state of a run interrupted within an outer step
 
-A save is whole or it is not there. What cannot be read is put aside for the one
-before it, and a run that goes on from there makes it again.
+Saves are atomic. A checkpoint that cannot be read is put aside, and the run
+resumes from the one before it.
 """
 
 import contextlib
@@ -29,11 +29,11 @@ class Checkpoints:
   """The checkpoints of a run."""
 
   def __init__(self, workdir: epath.Path, keep: int | None):
-    """Opens them, and clears away what a killed save left half done.
+    """Opens the checkpoints and removes what a killed save left behind.
 
     Args:
       workdir: the folder of the run.
-      keep: how many outer steps to keep; None for all.
+      keep: the number of outer steps to keep; None for all.
     """
     self._workdir = epath.Path(workdir)
     self._outer = _open(workdir / 'checkpoints', keep, cleanup=True)
@@ -43,7 +43,7 @@ class Checkpoints:
     self._until_closed = contextlib.ExitStack()
 
   def save(self, state: TrainState) -> None:
-    """Saves the state after an outer step; those before it are not needed."""
+    """Saves the state after an outer step, and removes interrupted states."""
     self._save(self._outer, int(state.outer_step), state)
     if self._interrupted:
       self._interrupted.close()
@@ -53,7 +53,7 @@ class Checkpoints:
       devices.wait_for_all('the interrupted state is removed')
 
   def save_interrupted(self, state: TrainState) -> None:
-    """Saves the state in the midst of an outer step."""
+    """Saves the state in the middle of an outer step."""
     if not self._interrupted:
       self._open_interrupted()
     self._save(self._interrupted, int(state.step), state)
@@ -75,24 +75,24 @@ class Checkpoints:
     try:
       with _quiet(), devices.others_do_not_ask_to_stop():
         if not checkpointer.save(step, state):
-          raise ValueError('Orbax has declined it')
-    except Exception as error:  # TensorStore has many words for a full disk.
-      # Threads of the save go on failing until all of it is closed.
+          raise ValueError('Orbax declined to save it')
+    except Exception as error:  # TensorStore raises many kinds for a full disk.
+      # Threads of the save continue to fail until everything is closed.
       self._until_closed.enter_context(_quiet())
       raise UserError(
         f'Cannot save a checkpoint in {checkpointer.directory}: '
-        f'{_reason(error)}. The one before it is kept. Free some space or make '
+        f'{_reason(error)}. The previous one is kept. Free some space or make '
         'the folder writable, and run the same command again.'
       ) from error
 
   def restore(
     self, like: TrainState, say: Callable[[str], None]
   ) -> TrainState | None:
-    """The furthest state that can be read, or None if there is none.
+    """Returns the latest state that can be read, or None if there is none.
 
     Args:
       like: a state of the same shapes.
-      say: told of each checkpoint that could not be read.
+      say: prints a message for each checkpoint that cannot be read.
     """
     found, aside = [], []
     for checkpointer in self._opened:
@@ -109,18 +109,19 @@ class Checkpoints:
               'again.'
             ) from error
           state, reason = None, _reason(error)
-        # What one process cannot read, none goes on from.
+        # If one process cannot read it, none resumes from it.
         if all(devices.of_all_processes(state is not None)):
           found.append((checkpointer, checkpoint.path, state))
           break
         aside.append((checkpointer, checkpoint.path))
-        say(f'{checkpoint.path} cannot be read ({reason or "elsewhere"}).')
+        reason = reason or 'in another process'
+        say(f'{checkpoint.path} cannot be read ({reason}).')
     if aside and not found:
       raise UserError(
         f'No checkpoint in {self._workdir} can be read. Choose another '
-        '--workdir to start anew.'
+        '--workdir to start again.'
       )
-    # An outer step that is lost is made again, even if a later state is there:
+    # A lost outer step is trained again even if there is a later state, because
     # its parameters will be averaged.
     lost = [int(path.name) for c, path in aside if c is self._outer]
     states = []
@@ -132,7 +133,7 @@ class Checkpoints:
     for checkpointer, path in aside:
       name = f'{path.parent.name}-{path.name}-{time.time_ns()}'
       to = self._workdir / 'put_aside' / name
-      say(f'Going back to before {path}; it is now {to}.')
+      say(f'Resuming from before {path}, which was moved to {to}.')
       devices.wait_for_all('all have read')
       if devices.is_first_process():
         to.parent.mkdir(exist_ok=True)
@@ -146,18 +147,18 @@ class Checkpoints:
     )
 
   def close(self) -> None:
-    """Lets go of the folders."""
+    """Closes the folders."""
     for checkpointer in self._opened:
-      # A save that failed has been told of, and would be raised again here.
+      # A failed save has been reported, and would be raised again here.
       with _quiet(), contextlib.suppress(Exception):
         checkpointer.close()
     self._until_closed.close()
 
 
 def last(workdir: epath.Path, count: int, like: TrainState) -> list[TrainState]:
-  """The states after the last `count` outer steps of a run, oldest first.
+  """Returns the states after the last `count` outer steps, oldest first.
 
-  Only reads: a training that is under way in the workdir is not disturbed.
+  It only reads, so it does not disturb a training in the workdir.
   """
   folder = workdir / 'checkpoints'
   if not folder.is_dir():
@@ -169,14 +170,14 @@ def last(workdir: epath.Path, count: int, like: TrainState) -> list[TrainState]:
     steps = [checkpoint.step for checkpoint in checkpointer.checkpoints]
     if len(steps) < count:
       raise UserError(
-        f'{folder} has the outer steps {steps}, but {count} are needed: train '
-        'on until there are so many.'
+        f'{folder} has the outer steps {steps}, but {count} are needed: '
+        'continue the training.'
       )
     steps = steps[-count:]
     if steps != list(range(steps[0], steps[0] + count)):
       raise UserError(
-        f'{folder} lacks one of its last {count} outer steps, it has {steps}: '
-        'train on, or again in another --workdir.'
+        f'{folder} lacks one of its last {count} outer steps; it has {steps}: '
+        'continue the training, or train again in another --workdir.'
       )
     states = []
     for step in steps:
@@ -217,20 +218,21 @@ def _load(checkpointer, step: int, like: TrainState) -> TrainState:
   with _quiet():
     theirs = _shapes(checkpointer.metadata(step).metadata)
     ours = _shapes(like)
-    names = ours.keys() | theirs.keys() if theirs else ()  # Or it is damaged.
-    # The parameters first: a user knows those.
+    # Without metadata the checkpoint is damaged, and `load` raises.
+    names = ours.keys() | theirs.keys() if theirs else ()
+    # The parameters come first, because a user knows those.
     for leaf in sorted(names, key=lambda n: (not n.startswith('params'), n)):
       there, here = theirs.get(leaf, 'not'), ours.get(leaf, 'not')
       if there != here:
         raise UserError(
-          f'{checkpointer.directory / str(step)} is of another network: {leaf} '
-          f'is {there} there, {here} here. Give the config it was made with.'
+          f'{checkpointer.directory / str(step)} holds another network: {leaf} '
+          f'is {there} there, {here} here. Give the config of its training.'
         )
     return checkpointer.load(step, jax.tree.map(_abstract, like))
 
 
 def _shapes(tree: Any) -> dict[str, tuple[int, ...]]:
-  """By their names."""
+  """Returns the shapes of the leaves by name."""
   leaves = jax.tree_util.tree_leaves_with_path(tree)
   return {
     jax.tree_util.keystr(path, simple=True, separator='/'): tuple(leaf.shape)
@@ -244,7 +246,7 @@ def _abstract(leaf: jax.Array) -> jax.ShapeDtypeStruct:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-  """Keeps Orbax from printing the tracebacks of what it raises as well."""
+  """Keeps Orbax from printing tracebacks of errors that it also raises."""
   logger = logging.getLogger('absl')
   level = logger.level
   logger.setLevel(logging.CRITICAL)
@@ -256,7 +258,7 @@ def _quiet() -> Iterator[None]:
 
 
 def _may_pass(error: BaseException | None) -> bool:
-  """Tells whether reading again may succeed: the file need not be damaged."""
+  """Returns whether the error may be temporary, so that a retry may succeed."""
   if error is None:
     return False
   kinds = ConnectionError, TimeoutError, PermissionError, InterruptedError
@@ -271,6 +273,6 @@ def _may_pass(error: BaseException | None) -> bool:
 
 
 def _reason(error: Exception) -> str:
-  """The first line of the cause, where Orbax puts the useful text."""
+  """Returns the first line of the cause, where Orbax puts the useful text."""
   text = str(error.__cause__ or error).strip()
   return text.splitlines()[0] if text else type(error).__name__

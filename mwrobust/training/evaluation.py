@@ -1,7 +1,7 @@
-"""Evaluates the networks of a training run, with `mwrobust.evaluation`.
+"""Evaluates the networks of a training run with `mwrobust.evaluation`.
 
-Each evaluation is a folder in WORKDIR/eval with one file, which says in its
-settings what it is of; the names of the folders mean nothing.
+Each evaluation is a folder in WORKDIR/eval with one file, whose settings say
+what was evaluated; the names of the folders mean nothing.
 """
 
 import functools
@@ -37,18 +37,18 @@ def evaluate_run(
   workdir: str,
   say: Callable[[str], None] = print,
 ) -> Evaluations:
-  """Evaluates the run in a workdir as far as it has been trained.
+  """Evaluates the run in a workdir, as far as it has been trained.
 
   Args:
-    config: that of the run; the fields of `eval` and `threats` may differ, so
-      that a network meets threats and radii that it was not trained with.
-    workdir: of the run. Nothing in it changes but the evaluations.
-    say: prints what a reader at the terminal should know.
+    config: the config of the run. The fields of `eval` and `threats` may
+      differ, to evaluate a network under threats it was not trained with.
+    workdir: the folder of the run. Only the evaluations in it change.
+    say: prints messages for the user.
 
   Returns:
     The outcomes by network (`'h=1'`, `'h=3 average'`, ...) and protocol.
   """
-  # A `single` run need not be evaluated under the threat it was trained on.
+  # Allows a `single` run to be evaluated without the threat of its training.
   checked = config.copy_and_resolve_references()
   checked.method = 'natural'
   config_lib.validate(checked)
@@ -71,10 +71,10 @@ def evaluate(
 
   Args:
     job: the run.
-    config: its `threats` are what the networks meet.
-    workdir: of the run.
+    config: the config with the threats to evaluate.
+    workdir: the folder of the run.
     check_stop: called between batches; may raise to stop.
-    say: prints what a reader at the terminal should know.
+    say: prints messages for the user.
   """
   threats = config_lib.make_threats(config)
   found = {}
@@ -142,14 +142,14 @@ def _evaluate_network(
 
 
 class Network(NamedTuple):
-  """One thing to evaluate.
+  """A network or ensemble to evaluate.
 
   Attributes:
     kind: `'last'`, `'average'`, `'recalibrated'` or `'ensemble'`.
-    name: such as `'h=3 average'`.
-    members: the variables of one network, or of those of an ensemble.
-    outer_steps: those its parameters come from.
-    is_output: whether it is what the algorithm returns.
+    name: its name, such as `'h=3 average'`.
+    members: the variables of the network, or of each member of the ensemble.
+    outer_steps: the outer steps its parameters come from.
+    is_output: whether it is the output of the algorithm.
   """
 
   kind: str
@@ -165,7 +165,7 @@ def networks(
   check_stop: Callable[[], None],
   say: Callable[[str], None],
 ) -> Iterator[Network]:
-  """Yields the last parameters; the average and the ensemble of the last h."""
+  """Yields the last network, and the average and ensemble of the last h."""
   config = job.config
   all_are_kept = config.algorithm == 'ensemble'
   h = config_lib.window(config)
@@ -206,9 +206,9 @@ def ensemble_logits(model: Any, members: tuple[Any, ...], images: jax.Array):
 def recalibrate(
   job: Job, state: TrainState, check_stop: Callable[[], None]
 ) -> TrainState:
-  """Gathers the BatchNorm statistics anew, over an epoch, as training does.
+  """Recomputes the BatchNorm statistics over an epoch of training batches.
 
-  The mini batches are attacked as if training went on with the last weights;
+  The mini batches are attacked as if training continued with the last weights;
   the parameters stay as they are.
   """
   check_training(job)
@@ -217,7 +217,7 @@ def recalibrate(
   ):
     check_stop()
     index = job.choose(state.policy, step)
-    copy = jax.tree.map(jnp.copy, state)  # The train step takes it for itself.
+    copy = jax.tree.map(jnp.copy, state)  # The train step donates its state.
     trained, _ = job.train_step(copy, index, training_batch(job, step))
     state = state.replace(step=trained.step, batch_stats=trained.batch_stats)
   return state

@@ -1,4 +1,4 @@
-r"""The paper's game, observed.
+r"""The paper's game between the weights and the network.
 
 In outer step s the weights play the probabilities p_s, the network answers with
 parameters θ_s and pays the losses L(θ_s), one per threat. Theorem thm:main
@@ -7,13 +7,13 @@ compares two sides of this game after t outer steps:
 - the mixture's loss, :math:`\frac1t \sum_s \langle p_s, L(\theta_s) \rangle`.
   It is at most :math:`\min_\theta \max_i L_i(\theta) + \delta` if the network
   answers every p_s up to an error of δ;
-- the worst threat's loss, :math:`\max_i \frac1t \sum_s L_i(\theta_s)`, which is
-  what the Theorem promises to be small (eq:guarantee).
+- the worst threat's loss, :math:`\max_i \frac1t \sum_s L_i(\theta_s)`, which
+  the Theorem bounds (eq:guarantee).
 
 The worst threat's loss is never below that of a fixed mixture, and t times the
-gap between the two sides is the regret of the weights. So a small regret per
-outer step means that no other network does much better against its worst
-threat, as far as the network's answers were good ones:
+gap between the two sides is the regret of the weights. So if the network's
+answers were good, a small regret per outer step means that no other network
+does much better against its worst threat:
 
 >>> from mwrobust.training import game
 >>> played = game.observe(
@@ -33,19 +33,19 @@ import jax
 import jax.numpy as jnp
 
 Array = jax.Array
-FOOLED = 1.5  # How many times its loss a better attack may find.
+FOOLED = 1.5  # A better attack may reach this many times the loss.
 
 
 class Game(NamedTuple):
-  """What a history of outer steps shows; every entry is [T], one per step.
+  """The two sides of the game and the regret; every entry is [T].
 
   Attributes:
     mixture: <p_s, L(s)>, the loss of the mixture that s was trained on.
-    worst: max_i L_i(s), the loss of the threat that was worst after s.
+    worst: max_i L_i(s), the loss of the worst threat after s.
     mean_mixture: the mean of `mixture` so far.
     mean_worst: max_i of the mean of L_i so far.
     regret: max_i sum_s L_i(s) - sum_s <p_s, L(s)>: how much more the weights
-      would have earned so far on the threat that is the worst in hindsight.
+      would have earned so far on the worst threat in hindsight.
   """
 
   mixture: Array
@@ -59,11 +59,11 @@ def observe(probabilities: Array, losses: Array) -> Game:
   """Returns both sides of the game, and the regret, after every outer step.
 
   Args:
-    probabilities: [T, k], what each outer step was trained with, not what its
-      validation made of them. Where they change within an outer step, their
-      mean over its mini batches.
-    losses: [T, k], of the validation that ended each outer step; the errors if
-      the weights follow those.
+    probabilities: [T, k], those that each outer step was trained with, before
+      its update. If they change within an outer step, their mean over its mini
+      batches.
+    losses: [T, k], the losses of the validation that ended each outer step, or
+      the errors if the weights follow those.
   """
   p, losses = jnp.asarray(probabilities), jnp.asarray(losses)
   mixture = jnp.sum(p * losses, axis=1)
@@ -80,7 +80,7 @@ def observe(probabilities: Array, losses: Array) -> Game:
 
 
 def attack_is_fooled(reached: float, possible: float) -> bool:
-  """Tells whether a network has learnt to fool the training attack.
+  """Returns whether a network has learnt to fool the training attack.
 
   Args:
     reached: the loss that the training attack finds on some images.

@@ -1,9 +1,9 @@
-"""The main job, in the order of the paper's Figure 3.
+"""The training loop, in the order of the paper's Figure 3.
 
-`train_and_evaluate(config, workdir)` is the one entry for the command line,
-tests and notebooks. It can be killed at any moment: run again, it resumes and
-ends with the same parameters to the bit, because everything random is a
-function of (seed, step) and a checkpoint is whole or not there.
+`train_and_evaluate(config, workdir)` is the entry for the command line, tests
+and notebooks. It can be killed at any time: the next call resumes and ends with
+the same parameters, bit for bit, because everything random is a function of
+(seed, step) and checkpoints are atomic.
 """
 
 import contextlib
@@ -41,9 +41,9 @@ def train_and_evaluate(
 
   Args:
     config: see `mwrobust/config.py`.
-    workdir: where all results go. Resumes the run if the workdir holds one, and
-      extends it if `train.T` is larger and nothing depends on the length.
-    say: prints what a reader at the terminal should know.
+    workdir: the folder for all results. A run in it is resumed, and extended if
+      `train.T` is larger and nothing depends on the length.
+    say: prints messages for the user.
 
   Returns:
     The outcomes by network (`'h=1'`, `'h=3 average'`, ...) and protocol.
@@ -78,7 +78,7 @@ def train_and_evaluate(
 def train(
   job: Job, workdir: epath.Path, stop: Stop, say: Callable[[str], None]
 ) -> None:
-  """Figure 3: T times, r epochs, then a validation and an update."""
+  """Runs Figure 3: T times r epochs, a validation and an update."""
   config = job.config
   keep = None if config.algorithm == 'ensemble' else max(2, config.train.h)
   with contextlib.closing(Checkpoints(workdir, keep)) as checkpoints:
@@ -89,7 +89,7 @@ def train(
     if restored is not None:
       state = restored
       if int(state.outer_step) == config.train.T:
-        say(f'{workdir} is trained already, all {int(state.step)} steps.')
+        say(f'{workdir} is already trained, all {int(state.step)} steps.')
         return
       steps = job.schedule.expected_steps(np.asarray(state.chosen))
       say(f'Resuming from step {int(state.step)} of {steps} in {workdir}.')
@@ -135,7 +135,7 @@ def train(
 
 
 def shares(job: Job, state: TrainState) -> np.ndarray:
-  """Returns how often each threat is chosen from now on; turns are averaged."""
+  """Returns the share of each threat in future mini batches."""
   turns = range(len(job.names))
   each = [job.policy.probabilities(state.policy, turn) for turn in turns]
   return np.mean(each, axis=0)
@@ -145,13 +145,14 @@ def shares(job: Job, state: TrainState) -> np.ndarray:
 
 
 class Measured(NamedTuple):
-  """What the validation set says about a network.
+  """The result of a validation.
 
   Attributes:
-    validation: loss and accuracy under each threat, for the policy.
+    validation: the loss and accuracy under each threat, for the policy.
     natural: the accuracy without an attack.
-    reached: the losses under the attack of validation, [k];
-    possible: and under `setup.PROBE`, on the images of the check.
+    reached: the losses under the attack of validation, on the images of the
+      check, [k].
+    possible: the losses under `setup.PROBE` on the same images, [k].
   """
 
   validation: Validation
@@ -167,8 +168,8 @@ def validate(
 
   Args:
     job: the run.
-    state: whose network to attack.
-    check_stop: may raise to stop, between batches.
+    state: the state with the network to attack.
+    check_stop: called between batches; may raise to stop.
   """
   split = job.data.validation
   count = job.config.train.check_examples
@@ -176,7 +177,7 @@ def validate(
   scale = job.radius_scale(job.schedule.progress(np.asarray(state.chosen)))
 
   def attacked(step_fn, split):
-    """Loss and correctness of each example under each threat, [k, N]."""
+    """Returns loss and correctness of each example and threat, [k, N]."""
     each = [
       _judge(
         job,
@@ -231,15 +232,15 @@ def _judge(job, split, judge, check_stop) -> tuple[np.ndarray, np.ndarray]:
 
 
 class _Log(contextlib.AbstractContextManager):
-  """Turns what happens in training into rows of metrics and progress.
+  """Writes rows of metrics and shows progress.
 
-  A row per log interval and per outer step. Gradient evaluations count one
-  image once forward and back, in attacks, updates and validation alike; the
-  check of the training attack is an observation, and not counted.
+  There is a row per log interval and per outer step. A gradient evaluation is
+  one image once forward and back, in attacks, updates and validations; the
+  check of the training attack is not counted.
 
   Attributes:
-    step: mini batches so far;
-    chosen: and those of each threat, [k].
+    step: the number of mini batches so far.
+    chosen: the number of mini batches of each threat so far, [k].
   """
 
   def __init__(
@@ -281,16 +282,16 @@ class _Log(contextlib.AbstractContextManager):
     self.metrics.close()
 
   def show(self, note: str) -> None:
-    """Shows how far training is."""
+    """Shows the progress of training."""
     self.progress.update(
       self.step, note, self.job.schedule.expected_steps(self.chosen)
     )
 
   def trained(self, index: jax.Array, loss: jax.Array) -> None:
-    """Notes one mini batch, attacked by threat number `index`."""
-    if self._losses:  # The host stays one step ahead of the device, not more.
+    """Records one mini batch, attacked by threat number `index`."""
+    if self._losses:  # The host stays only one step ahead of the device.
       self._losses[-1].block_until_ready()
-    # The index was there before the device began this step: no need to wait.
+    # The index was known before the device began this step, so this is fast.
     self._indices.append(int(index))
     self._losses.append(loss)
     self.step += 1
@@ -300,7 +301,7 @@ class _Log(contextlib.AbstractContextManager):
       self.flush()
 
   def flush(self) -> None:
-    """Writes the row of the mini batches since the last one."""
+    """Writes a row for the mini batches since the last one."""
     if not self._losses:
       return
     job = self.job
@@ -330,19 +331,19 @@ class _Log(contextlib.AbstractContextManager):
     self._indices, self._losses = [], []
 
   def count_validation(self) -> None:
-    """Notes a validation of all threats."""
+    """Counts a validation of all threats."""
     self._validations += 1
 
   def validated(
     self, t: int, measured: Measured, played: np.ndarray, weights: np.ndarray
   ) -> None:
-    """Notes the end of outer step t, counted from 0.
+    """Records the end of an outer step.
 
     Args:
-      t: the outer step.
-      measured: on the validation set.
-      played: how often each threat was to be chosen in it.
-      weights: how often each is to be chosen from now on.
+      t: the number of the outer step, from 0.
+      measured: the result of its validation.
+      played: the share of each threat in this outer step.
+      weights: the share of each threat in the next one.
     """
     job = self.job
     losses, accuracies = map(np.asarray, measured.validation)
@@ -383,7 +384,7 @@ class _Log(contextlib.AbstractContextManager):
     ]
     if fooled:
       self.progress.say(
-        f'the training attack is being fooled under {", ".join(fooled)}'
+        f'the network fools the training attack under {", ".join(fooled)}'
       )
 
   def _by_name(self, values) -> dict[str, Any]:
@@ -398,7 +399,7 @@ class _Log(contextlib.AbstractContextManager):
 
 
 _WHAT_NOW = (
-  'Checkpoints before that are kept. Lower optimizer.learning_rate or raise '
+  'Earlier checkpoints are kept. Lower optimizer.learning_rate or raise '
   'train.ramp, in a new --workdir.'
 )
 

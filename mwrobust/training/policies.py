@@ -1,6 +1,6 @@
-"""Policies: who picks the threat that the next mini batch is trained on.
+"""Policies pick the threat that the next mini batch is trained on.
 
-A policy is a set of pure functions over a small state, in the shape of optax:
+A policy is a set of pure functions of a small state, as in optax:
 
 >>> import jax
 >>> from mwrobust.training import policies
@@ -11,13 +11,13 @@ Before every mini batch, sample a threat. `step` counts mini batches:
 
 >>> index = policy.choose(state, step=0, key=jax.random.key(0))
 
-After it, hand over the robust loss and accuracy that the batch had. Most
-policies ignore them; E-AT and the bandit learn from nothing else:
+After it, pass the robust loss and accuracy of the batch. Most policies ignore
+them; E-AT and the bandit learn only from them:
 
 >>> state = policy.observe(state, index, loss=2.0, accuracy=0.4)
 
-After every outer step, hand over the losses and accuracies of all k threats on
-the validation images. The worst threat is sampled more often from now on:
+After every outer step, pass the losses and accuracies of all k threats on the
+validation images. The worst threat is sampled more often from then on:
 
 >>> found = policies.Validation(
 ...   losses=jax.numpy.array([1.0, 8.0, 1.0]),
@@ -28,8 +28,8 @@ the validation images. The worst threat is sampled more often from now on:
 [0.25 0.5  0.25]
 
 All of it can be traced by `jax.jit`, and the state is a pytree of arrays, so it
-lives inside a TrainState and in its checkpoints. What policies are given must
-be finite: they carry a NaN into their state, so look for one beforehand.
+can be part of a TrainState and its checkpoints. Losses and accuracies must be
+finite, because a NaN would stay in the state: check them before.
 """
 
 import math
@@ -43,14 +43,14 @@ import jax.numpy as jnp
 from mwrobust.errors import UserError, check_choice
 
 Array = jax.Array
-State = Any  # A pytree of arrays; () where there is nothing to keep.
+State = Any  # A pytree of arrays; () if there is no state.
 Schedule = Callable[[Array], Array]  # As in optax: step -> value.
 
 SIGNALS = ('loss', 'error')
 
 
 class Validation(NamedTuple):
-  """What a validation has found, for each threat.
+  """The result of a validation for each threat.
 
   Attributes:
     losses: [k], the mean robust losses.
@@ -67,20 +67,20 @@ def _keep(state: State, index: Array, loss: Array, accuracy: Array) -> State:
 
 
 class Policy(NamedTuple):
-  """Who picks the next threat.
+  """Picks the next threat.
 
   Attributes:
-    init: `init() -> state`, before the first outer step.
-    probabilities: `probabilities(state, step) -> p [k]`, how likely each threat
-      is to be that of mini batch number `step`.
-    update: `update(state, validation) -> state`, after the validation that ends
-      an outer step.
-    observe: `observe(state, index, loss, accuracy) -> state`, after a mini
-      batch: its mean robust loss and its robust accuracy under the threat that
-      was chosen.
-    validates_first: Whether the first outer step needs an `update` before it.
-    attacks: False if mini batches are to be left as they are; no threat is
-      likely then, and what `choose` returns means nothing.
+    init: `init() -> state`, called before the first outer step.
+    probabilities: `probabilities(state, step) -> p [k]`, the probability of
+      each threat for mini batch number `step`.
+    update: `update(state, validation) -> state`, called after the validation
+      that ends an outer step.
+    observe: `observe(state, index, loss, accuracy) -> state`, called after a
+      mini batch with its mean robust loss and its robust accuracy under the
+      chosen threat.
+    validates_first: whether the first outer step needs an `update` before it.
+    attacks: False for natural training: all probabilities are 0, and the result
+      of `choose` is meaningless.
   """
 
   init: Callable[[], State]
@@ -109,7 +109,7 @@ class MultiplicativeWeightsState(NamedTuple):
 def multiplicative_weights(
   k: int, eta: float | Schedule, signal: str = 'loss'
 ) -> Policy:
-  r"""The paper's policy (Figures ALG:multi-robust and -scalable).
+  r"""Makes the paper's policy (Figures ALG:multi-robust and -scalable).
 
   .. math::
     w_i = 1, \qquad w_i \leftarrow w_i e^{\eta L_i}, \qquad
@@ -118,11 +118,11 @@ def multiplicative_weights(
   Args:
     k: The number of threats.
     eta: The scaling factor η, or a schedule that maps the outer step (from 0)
-      to it. The Theorem's η is for losses divided by their bound R: what it
-      calls η is `eta * R` here.
-    signal: What L_i is: `'loss'`, the validation loss, as in the Figure; or
-      `'error'`, one minus the validation accuracy. The Theorem asks for losses
-      in [0, R]: the cross entropy has no such bound, the error has R = 1.
+      to it. The Theorem's η is for losses divided by their bound R: it is
+      `eta * R` here.
+    signal: The meaning of L_i: `'loss'`, the validation loss, as in the Figure;
+      or `'error'`, one minus the validation accuracy. The Theorem needs losses
+      in [0, R]: the cross entropy has no such bound; the error has R = 1.
 
   Returns:
     The policy.
@@ -147,8 +147,8 @@ def multiplicative_weights(
     losses = _signal(signal, *validation)
     eta_now = eta(state.outer_step) if callable(eta) else eta
     log_weights = state.log_weights + eta_now * losses
-    # Only ratios of weights matter: scaled to 1 after every update, the largest
-    # never overflows, and those near it keep all their digits.
+    # Only ratios of weights matter. Scaling the largest to 1 after every update
+    # avoids overflow, and the weights near it keep all their digits.
     return MultiplicativeWeightsState(
       log_weights - log_weights.max(), state.outer_step + 1
     )
@@ -163,7 +163,7 @@ class GreedyState(NamedTuple):
 
 
 def greedy(k: int) -> Policy:
-  """The threat with the worst loss at the last validation (ALG:greedy)."""
+  """Makes the policy of the worst loss at the last validation (ALG:greedy)."""
   return Policy(
     init=lambda: GreedyState(jnp.zeros(k)),
     probabilities=lambda state, step: jax.nn.one_hot(state.losses.argmax(), k),
@@ -175,7 +175,7 @@ def greedy(k: int) -> Policy:
 
 
 def _blind(probabilities: Callable[[Any], Array], **fields) -> Policy:
-  """A policy that looks at no losses, only (perhaps) at the step."""
+  """Makes a policy that ignores losses and depends at most on the step."""
   return Policy(
     init=lambda: (),
     probabilities=lambda state, step: probabilities(step),
@@ -185,7 +185,7 @@ def _blind(probabilities: Callable[[Any], Array], **fields) -> Policy:
 
 
 def round_robin(k: int) -> Policy:
-  """All threats in turn, one mini batch each (Figure ALG:round-robin).
+  """Makes a policy that takes turns by mini batch (Figure ALG:round-robin).
 
   The Figure's `(index + 1) mod k + 1` would skip every other threat of an even
   k; the authors' code visits them all, as here.
@@ -194,7 +194,7 @@ def round_robin(k: int) -> Policy:
 
 
 def single(k: int, index: int) -> Policy:
-  """Always threat number `index`, counted from 0: adversarial training."""
+  """Makes adversarial training against threat number `index`, from 0."""
   if index not in range(k):
     raise UserError(
       f'index = {index!r}, but the policy single needs the number of one of '
@@ -204,7 +204,7 @@ def single(k: int, index: int) -> Policy:
 
 
 def natural(k: int) -> Policy:
-  """No threat at all: training on the images as they are."""
+  """Makes natural training, without any threat."""
   return _blind(lambda step: jnp.zeros(k), attacks=False)
 
 
@@ -212,7 +212,7 @@ def natural(k: int) -> Policy:
 
 
 def uniform(k: int) -> Policy:
-  """Every threat with the same probability: SAT.
+  """Makes SAT, which picks every threat with the same probability.
 
   Madaan, Shin & Hwang, "Learning to Generate Noise for Multi-Attack Robustness"
   (2021), call it stochastic adversarial training.
@@ -221,11 +221,11 @@ def uniform(k: int) -> Policy:
 
 
 class MeansState(NamedTuple):
-  """Running means of what mini batches had, for each threat.
+  """Running means of the values of mini batches, for each threat.
 
   Attributes:
-    totals: [k], the sums of what was observed; older values count less.
-    counts: [k], how many values these are, likewise; 0 if there was none.
+    totals: [k], the sums of the observed values, in which older ones decay.
+    counts: [k], the number of values with the same decay; 0 if there are none.
   """
 
   totals: Array
@@ -237,7 +237,7 @@ class MeansState(NamedTuple):
 
 
 def e_at(k: int, decay: float = 0.98) -> Policy:
-  r"""E-AT: threats that the network withstands less are chosen more often.
+  r"""Makes E-AT, which picks threats with a lower accuracy more often.
 
   .. math::
     p_i = (1 - a_i) / \sum_j (1 - a_j)
@@ -247,12 +247,12 @@ def e_at(k: int, decay: float = 0.98) -> Policy:
   Robustness against Multiple and Single lp-Threat Models via Quick Fine-Tuning
   of Robust Classifiers" (2022), fine-tune for a few epochs and take the mean
   over all batches, `decay=1`. A network that is trained from scratch changes
-  more, so here the mean forgets.
+  more, so here older batches decay.
 
   Args:
     k: The number of threats.
-    decay: In (0, 1]: how much less a batch counts with each later batch of the
-      same threat.
+    decay: In (0, 1]: the factor of a batch's weight with each later batch of
+      the same threat.
 
   Returns:
     The policy.
@@ -262,7 +262,7 @@ def e_at(k: int, decay: float = 0.98) -> Policy:
   def probabilities(state, step):
     del step
     errors = 1 - state.means()
-    # Where every accuracy is 1 there is nothing to choose by.
+    # If every accuracy is 1, all threats are equally likely.
     return jnp.where(
       errors.sum() > 0, errors / jnp.maximum(errors.sum(), 1e-30), 1 / k
     )
@@ -290,7 +290,7 @@ def ucb(
   discount: float = 0.99,
   signal: str = 'loss',
 ) -> Policy:
-  r"""A bandit: the threat that may be the worst, as far as is known.
+  r"""Makes a bandit that picks the threat with the highest upper bound.
 
   Discounted UCB (Garivier & Moulines, "On Upper-Confidence Bound Policies for
   Switching Bandit Problems", 2011), which suits a network that changes. If mini
@@ -304,14 +304,14 @@ def ucb(
 
   with :math:`n = \sum_i n_i`. Threats that were never tried come first, in
   their order. With :math:`\gamma = 1`, n is the number of batches: plain UCB1.
-  CAS (Wang et al., "Calibrated Adversarial Sampling", 2025) is a UCB bandit
-  over attacks too; its reward also has the gains and losses of other threats,
-  for which each would have to be attacked.
+  CAS (Wang et al., "Calibrated Adversarial Sampling", 2025) is also a UCB
+  bandit over attacks; its reward includes the gains and losses of the other
+  threats, so each of them would have to be attacked.
 
   Args:
     k: The number of threats.
     exploration: c, in the units of the reward.
-    discount: γ, in (0, 1]: how much less a batch counts with each later batch.
+    discount: γ, in (0, 1]: the factor of a batch's weight with each later one.
     signal: The reward: `'loss'`, the robust loss of the batch; or `'error'`,
       one minus its robust accuracy.
 
@@ -367,8 +367,8 @@ def make(
 ) -> Policy:
   """Makes a policy by name, as configs do.
 
-  A policy leaves the parameters of the others alone, so that a config can
-  change its policy and nothing else.
+  A policy ignores the parameters of the others, so that a config can change
+  only its policy.
 
   Args:
     name: One of the policies above.

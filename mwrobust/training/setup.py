@@ -1,4 +1,4 @@
-"""What a config says, as things to call."""
+"""Makes the data and functions of a run from its config."""
 
 import functools
 import json
@@ -22,32 +22,32 @@ from mwrobust.training.adversaries import Adversary, make_adversary
 from mwrobust.training.policies import Policy
 from mwrobust.training.state import TrainState
 
-# What the training attack is checked against while training runs.
+# The stronger attack that checks the training attack during training.
 PROBE = attacks.apgd(50, result='highest')
 
 
 class Job(NamedTuple):
-  """What a config says, as things to call.
+  """The data and functions of a run.
 
   Attributes:
     config: see `mwrobust/config.py`.
     data: all examples, in memory.
-    evaluated: those that an evaluation attacks, of `eval.split`.
+    evaluated: the examples of `eval.split` that an evaluation attacks.
     model: a linen module.
-    names: of the threats.
-    policy: who picks the threat of a mini batch.
-    adversary: what becomes of the mini batch then.
+    names: the names of the threats.
+    policy: picks the threat of a mini batch.
+    adversary: makes the images that a mini batch is trained on.
     init: makes the state before the first step.
     choose: `choose(policy_state, step) -> index` of the threat.
-    train_step: see `steps.make_train_step`; the others likewise.
-    validation_step: with the attacks of validation.
-    probe_step: with `PROBE`.
-    natural_step: without an attack.
-    learning_rate: by the step and the progress, see `Schedule`.
-    radius_scale: by the progress: what share of their radii the threats have.
-    schedule: how long training is.
-    batch_gradients: what training on a mini batch takes, by its threat, [k].
-    validation_gradients: what validating all examples takes.
+    train_step: see `steps.make_train_step`.
+    validation_step: see `steps.make_validation_step`; uses its attacks.
+    probe_step: the same with `PROBE`.
+    natural_step: see `steps.make_natural_step`.
+    learning_rate: a function of the step and the progress, see `Schedule`.
+    radius_scale: the factor of the radii, a function of the progress.
+    schedule: the length of training.
+    batch_gradients: the gradients per mini batch, by its threat, [k].
+    validation_gradients: the gradients of a validation of all examples.
   """
 
   config: ml_collections.ConfigDict
@@ -71,22 +71,22 @@ class Job(NamedTuple):
 
 
 class Schedule(NamedTuple):
-  """How long training is.
+  """The length of training.
 
-  A mini batch costs 1 if its length is given in epochs, and its gradient
-  evaluations if it is given as a budget. Which threats a policy will choose is
-  not known, so how many mini batches a budget lasts for is not known either.
+  A mini batch costs 1 if the length is given in epochs, and its gradient
+  evaluations if it is given as a budget. The number of mini batches of a budget
+  is not known in advance, because it depends on the threats that are chosen.
 
-  `chosen` is [k], the mini batches of each threat so far.
+  `chosen` is the number of mini batches of each threat so far, [k].
 
   Attributes:
-    steps_per_epoch: whole mini batches in the training data.
+    steps_per_epoch: the number of whole mini batches in the training data.
     outer_steps: T.
-    costs: of a mini batch, by its threat, int [k]. Forward passes count a third
-      of a gradient, so a budget is in thirds, to be exact.
-    total: what all mini batches may cost, in the same unit.
-    gradients: that training takes, with its validations, if all threats are
-      chosen equally often.
+    costs: the cost of a mini batch, by its threat, int [k]. A budget is in
+      thirds of a gradient, the cost of a forward pass, so that costs are exact.
+    total: the cost of all mini batches together.
+    gradients: the gradients of training with its validations, if all threats
+      are chosen equally often.
   """
 
   steps_per_epoch: int
@@ -96,16 +96,16 @@ class Schedule(NamedTuple):
   gradients: float
 
   def progress(self, chosen: Any) -> Any:
-    """Returns what share of training is done; `chosen` may be traced."""
+    """Returns the share of training that is done; `chosen` may be traced."""
     return (chosen * (self.costs / self.total)).sum()
 
   def has_room(self, chosen: np.ndarray, t: int) -> bool:
-    """Tells whether any mini batch still fits into outer step t, from 0."""
+    """Returns whether any mini batch still fits into outer step t, from 0."""
     spent = chosen @ self.costs + self.costs.max()
     return bool(spent * self.outer_steps <= (t + 1) * self.total)
 
   def expected_steps(self, chosen: np.ndarray) -> int:
-    """Returns how many steps training has if it goes on as it went so far."""
+    """Returns the expected number of steps, if choices continue as so far."""
     done = int(chosen.sum())
     if not self.has_room(chosen, self.outer_steps - 1):
       return done
@@ -117,7 +117,7 @@ class Schedule(NamedTuple):
 def make_schedule(
   config: ml_collections.ConfigDict, train_size: int, validation_size: int
 ) -> Schedule:
-  """Makes T outer steps of r epochs, or as long as `train.budget` lasts."""
+  """Makes a schedule of T outer steps, by epochs or by `train.budget`."""
   train = config.train
   steps_per_epoch = train_size // train.batch_size
   gradients = batch_gradients(config)
@@ -143,7 +143,7 @@ def make_schedule(
 
 
 def batch_gradients(config: ml_collections.ConfigDict) -> np.ndarray:
-  """Returns the gradients that a mini batch takes, by its threat, [k]."""
+  """Returns the gradients of a mini batch, by its threat, [k]."""
   kind, _ = config_lib.METHODS[config.method]
   adversary = make_adversary(kind, config_lib.make_pairs(config))
   gradients = adversary.gradients
@@ -156,7 +156,7 @@ def batch_gradients(config: ml_collections.ConfigDict) -> np.ndarray:
 
 
 def validation_gradients(config: ml_collections.ConfigDict) -> float:
-  """Returns the gradients that validating one example takes."""
+  """Returns the gradients of the validation of one example."""
   pairs = config_lib.make_pairs(config, 'validation')
   return float(make_adversary('one', pairs).gradients.sum())
 
@@ -164,10 +164,10 @@ def validation_gradients(config: ml_collections.ConfigDict) -> float:
 def evaluation_gradients(
   config: ml_collections.ConfigDict, test_size: int, classes: int
 ) -> float:
-  """Returns the gradients that evaluating a run takes, at most.
+  """Returns the most gradients that the evaluation of a run takes.
 
-  Three forward passes count as a gradient; an ensemble takes one of each of its
-  members.
+  Three forward passes count as a gradient; an ensemble takes one for each of
+  its members.
   """
 
   def of_protocol(name: str) -> float:
@@ -220,7 +220,7 @@ def prepare(config: ml_collections.ConfigDict) -> Job:
   def radius_scale(progress):
     if not config.train.ramp:
       return jnp.float32(1)
-    # Before the first mini batch too, validation is to tell threats apart.
+    # Above 0, so that a validation before the first step can compare threats.
     least = schedule.costs.min() / schedule.total
     return jnp.clip(progress, least, config.train.ramp) / config.train.ramp
 
@@ -293,7 +293,7 @@ def training_batch(job: Job, step: int) -> steps_lib.Batch:
 
 
 def make_batch(split: data.Split, rows: np.ndarray) -> steps_lib.Batch:
-  """Returns rows of a split, over all devices; their ids are their numbers."""
+  """Returns rows of a split, over all devices; ids are row numbers."""
   ids = np.arange(len(split.labels), dtype=np.int32)
   return steps_lib.Batch(*devices.split_rows(rows, *split, ids))
 
@@ -306,20 +306,20 @@ def _check_model(config, model, image_shape: tuple[int, ...]) -> None:
     )
   except (TypeError, ValueError, ArithmeticError) as error:
     raise UserError(
-      f'model.options = {config.model.options.to_dict()} do not make a '
-      f'{config.model.name} for images {image_shape}: {error}'
+      f'model.options = {config.model.options.to_dict()} are not valid for '
+      f'{config.model.name} and images {image_shape}: {error}'
     ) from error
   if 'recalibrated' in config.eval.others and 'batch_stats' not in variables:
     raise UserError(
       f"eval.others has 'recalibrated', but {config.model.name} has no "
-      'BatchNorm: leave it out.'
+      'BatchNorm: remove it.'
     )
 
 
 def _load_data(
   config: ml_collections.ConfigDict,
 ) -> tuple[data.Dataset, data.Split]:
-  """Returns what to train and validate on, and what to evaluate on."""
+  """Returns the data to train and validate on, and the images to evaluate."""
   dataset = data.load(
     config.data.name,
     directory=config.data.dir,
@@ -331,7 +331,7 @@ def _load_data(
     images, labels = getattr(dataset, name)
     if count > len(labels):
       raise UserError(
-        f'{field} = {count} is more than the {len(labels)} there are: lower '
+        f'{field} = {count} is more than the {len(labels)} available: lower '
         'it, or set 0 for all.'
       )
     return data.Split(images[: count or None], labels[: count or None])
@@ -364,8 +364,8 @@ def refuse_another_run(
   """Raises a UserError if the workdir has a run of another config.
 
   Args:
-    workdir: of the run.
-    config: what is to be done there.
+    workdir: the folder of the run.
+    config: the config to compare with.
     also_free: fields that may differ besides `config.FREE_FIELDS`.
   """
   if not (workdir / 'config.json').exists():
@@ -377,7 +377,7 @@ def refuse_another_run(
     for field in sorted(ours | theirs)
     if theirs.get(field) != ours.get(field)
     and not field.startswith((*config_lib.FREE_FIELDS, *also_free))
-    # The raw files may have moved; tensorflow-datasets has another order.
+    # The raw files may have moved. tensorflow-datasets has another order.
     and not (field == 'data.dir' and theirs[field] and ours[field])
   ]
   if differing:
@@ -400,10 +400,10 @@ _WHY_NOT_LONGER = (
 
 
 def extend(workdir: epath.Path, config: ml_collections.ConfigDict) -> bool:
-  """Lets a run go on to a larger T, if nothing depends on its whole length.
+  """Extends a run to a larger T, if nothing depends on its whole length.
 
   Returns:
-    Whether it did.
+    Whether the run was extended.
   """
   path = workdir / 'config.json'
   if not path.exists():

@@ -1,4 +1,4 @@
-"""All that changes during a run, as one pytree."""
+"""The state of a run, as one pytree."""
 
 from collections.abc import Callable
 from typing import Any
@@ -15,10 +15,10 @@ from mwrobust.training import policies
 
 
 class TrainState(train_state.TrainState):
-  """Flax's TrainState, with BatchNorm's statistics and the policy's state."""
+  """Flax's TrainState with BatchNorm statistics and the policy's state."""
 
-  outer_step: jax.Array  # Outer steps t that are complete.
-  chosen: jax.Array  # int32 [k], mini batches of each threat so far.
+  outer_step: jax.Array  # The number t of complete outer steps.
+  chosen: jax.Array  # int32 [k], the mini batches of each threat so far.
   batch_stats: Any
   policy: policies.State
 
@@ -37,7 +37,7 @@ class TrainState(train_state.TrainState):
 
   @property
   def variables(self) -> dict[str, Any]:
-    """What `model.apply` takes: parameters and BatchNorm's statistics."""
+    """The variables of `model.apply`: parameters and BatchNorm statistics."""
     return {'params': self.params, 'batch_stats': self.batch_stats}
 
 
@@ -73,14 +73,14 @@ def create(
 def make_learning_rate(
   config: ml_collections.ConfigDict, steps_per_epoch: int
 ) -> Callable[[jax.Array, jax.Array], jax.Array]:
-  """Makes `learning_rate(step, progress)`, by the schedule of the config.
+  """Makes `learning_rate(step, progress)` for the schedule of the config.
 
-  `'one_cycle'` and `'cosine'` follow the progress, which goes from 0 to 1 in
-  the whole training, `'steps'` the epochs.
+  `'one_cycle'` and `'cosine'` follow the progress, which goes from 0 to 1 over
+  the whole training; `'steps'` follows the epochs.
   """
   rate = config.learning_rate
   if config.schedule == 'one_cycle':
-    whole = 10_000  # Optax has whole numbers where the cycle turns and ends.
+    whole = 10_000  # Optax needs an integer number of steps.
     cycle = optax.cosine_onecycle_schedule(whole, rate)
     return lambda step, progress: cycle(whole * progress)
   if config.schedule == 'cosine':
@@ -101,7 +101,7 @@ def make_optimizer(
     'adamw': lambda: optax.adamw(1.0, weight_decay=config.weight_decay),
   }[config.name]()
   if config.l2:
-    # The slope of l2 * sum(kernel^2), which Keras calls l2 regularisation.
+    # The gradient of l2 * sum(kernel^2), Keras's l2 regularisation.
     decay = optax.add_decayed_weights(2 * config.l2, _is_conv_kernel)
     optimizer = optax.chain(decay, optimizer)
   return optimizer

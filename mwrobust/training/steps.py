@@ -1,4 +1,4 @@
-"""The jitted functions of a run: a step of training, a step of validation."""
+"""The jitted functions of a run: a training step and a validation step."""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -20,7 +20,7 @@ Pairs = Sequence[tuple[attacks.Threat, attacks.Attack]]
 
 
 class Batch(NamedTuple):
-  """Examples as they are stored: uint8 images, int32 labels and ids, [B]."""
+  """Examples as stored: uint8 images, int32 labels and ids, [B]."""
 
   images: Array
   labels: Array
@@ -41,22 +41,20 @@ def make_train_step(
 ):
   """Makes `train_step(state, index, batch) -> (state, loss)`.
 
-  The adversary attacks the batch, with threat number `index` if it attacks with
-  one; then the cross entropy on what came out takes one step down (the inner
-  loop of Figure 3). The state is donated: use the one that is returned.
+  The adversary perturbs the batch, with threat number `index` if it uses only
+  one; then the optimizer takes one step on the cross entropy of the result (the
+  inner loop of Figure 3). The state is donated: use the returned one.
 
   Args:
     model: a linen module.
-    adversary: what a mini batch is trained on.
-    policy: it sees how each mini batch went.
-    key: all randomness of a step is folded in from it and the step's number.
-    progress: `progress(chosen)`, what share of training these mini batches are.
-    learning_rate: by the step and the progress before the mini batch.
-    radius_scale: by the progress after it: what share of their radii the
-      threats have.
-    augment: crop and flip the images first.
-    precision: what the network computes in, but for the attacks, which are in
-      float32.
+    adversary: makes the images that a mini batch is trained on.
+    policy: observes the loss and accuracy of each mini batch.
+    key: the source of all randomness, together with the step's number.
+    progress: `progress(chosen)` is the share of training done.
+    learning_rate: a function of the step and the progress before it.
+    radius_scale: the factor of the radii, by the progress after the step.
+    augment: whether to crop and flip the images first.
+    precision: the dtype of the network in training; attacks use float32.
   """
 
   def perturb(shared, batch):
@@ -123,7 +121,7 @@ def make_validation_step(*, model: nn.Module, pairs: Pairs, key: Array):
   Args:
     model: a linen module.
     pairs: the k threats, each with its attack.
-    key: all randomness is folded in from it and the examples' ids.
+    key: the source of all randomness, together with the examples' ids.
   """
   switch = attacks.make_switch(pairs)
 
@@ -145,7 +143,7 @@ def make_validation_step(*, model: nn.Module, pairs: Pairs, key: Array):
 
 
 def make_natural_step(*, model: nn.Module):
-  """Makes `natural_step(variables, batch) -> Judged`; nothing attacks."""
+  """Makes `natural_step(variables, batch) -> Judged`, without an attack."""
 
   def natural_step(variables: Any, batch: Batch) -> Judged:
     return _judge(model, variables, _to_float(batch.images), batch.labels)
@@ -160,7 +158,7 @@ def _judge(model, variables, images, labels) -> Judged:
 
 
 def _logits_fn(model: nn.Module, variables: Any):
-  """Returns the network as attacks see it: BatchNorm by its statistics."""
+  """Returns the network for attacks; BatchNorm uses its running statistics."""
   return functools.partial(model.apply, variables, train=False)
 
 
