@@ -1,4 +1,4 @@
-"""What the launchers share: options that are flags, and commands that run.
+"""Holds what the launchers share: options as flags, and commands to run.
 
 A launcher is a dataclass of options, a pure function that turns them into
 commands (lists of words, never a shell string), and a function that runs them.
@@ -18,23 +18,18 @@ from absl import app, flags
 from mwrobust.errors import UserError
 
 MADE_BY = 'mwrobust-launch'  # The label of all that the launchers make.
-FOLDER = 'runs/launch'  # Of the files that the launchers write.
-PAUSE = 15.0  # Seconds before the first retry, doubled before each other.
+FOLDER = 'runs/launch'  # For the files that the launchers write.
+PAUSE = 15.0  # Seconds before the first retry; doubled before each later one.
 RETRIES = 4
-TIMEOUT = 1800.0  # Seconds for a command that has to come back.
+TIMEOUT = 1800.0  # Seconds that a command may take.
 
-# Words of failures that last, and of those that pass by themselves.
-_LASTING = ('not found', 'permission', 'quota')
-_PASSING = (
-  'connection', 'deadline', 'enough resources', 'internal error',
-  'no more capacity', 'pool_exhausted', 'timed out', 'timeout', 'unavailable',
-)  # fmt: skip
+_PASSING = ('connect', 'contact', 'timed out')  # Failures worth a retry.
 
 flags.disclaim_key_flags()  # `--help` shows those of the module that is run.
 
 
 def option(default: Any, text: str, at_least: int | None = None) -> Any:
-  """A field of the options; without a default where that is None."""
+  """Returns a field of the options; without a default where that is None."""
   return dataclasses.field(
     default=dataclasses.MISSING if default is None else default,
     metadata={'help': text, 'at_least': at_least},
@@ -43,11 +38,11 @@ def option(default: Any, text: str, at_least: int | None = None) -> Any:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Options:
-  """The options of every launcher."""
+  """Holds the options of every launcher."""
 
   args: tuple[str, ...] = ()  # What follows `--`.
   workdir: str = option('', 'Folder of the results, passed on to the workers.')
-  max_restarts: int = option(0, 'How often a run that broke off goes on.', 0)
+  max_restarts: int = option(0, 'How often to resume a run that broke off.', 0)
   dry_run: bool = option(False, 'Show what would be run, and run nothing.')
 
   def __post_init__(self):
@@ -58,7 +53,7 @@ class Options:
           f'{field.name} = {getattr(self, field.name)} is less than {least}.'
         )
     if self.args and not self.args[0].startswith('-'):
-      raise UserError(f'{self.args[0]!r} is no flag of mwrobust.main.')
+      raise UserError(f'{self.args[0]!r} is not a flag of mwrobust.main.')
 
   @property
   def worker_args(self) -> list[str]:
@@ -71,22 +66,21 @@ class Options:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class NamedOptions(Options):
-  """The options of launchers that make something that outlives them."""
+  """Holds the options of launchers whose runs outlive them."""
 
-  name: str = option(None, 'Of the run: the same name finds it again.')
-  delete: bool = option(False, 'Delete what the run of this name uses.')
+  name: str = option(None, 'The name of the run; the same name finds it again.')
 
   def __post_init__(self):
     super().__post_init__()
     if not re.fullmatch('[a-z]([-a-z0-9]{0,61}[a-z0-9])?', self.name):
       raise UserError(
-        f'name = {self.name!r}, but clouds want at most 63 of a-z, 0-9 and -, '
-        'from a letter to a letter or digit.'
+        f'name = {self.name!r} must have at most 63 of a-z, 0-9 and -, begin '
+        'with a letter and end with a letter or digit.'
       )
 
 
 def run(launch: Callable[[Any], int], options: type[Options]) -> None:
-  """The front end: flags to options to exit code."""
+  """Turns flags into options, launches, and exits with the run's code."""
   define = {
     str: flags.DEFINE_string,
     int: flags.DEFINE_integer,
@@ -121,12 +115,12 @@ def run(launch: Callable[[Any], int], options: type[Options]) -> None:
 
 
 def say(text: str) -> None:
-  """Tells the user what the launcher does, apart from what workers print."""
+  """Prints what the launcher does, apart from what the workers print."""
   print(f'launch: {text}', file=sys.stderr, flush=True)
 
 
 def text_of(command: list[str]) -> str:
-  """The command as one could type it; a flag a line where it is long."""
+  """Returns the command as one could type it, long ones a flag per line."""
   if len(shlex.join(command)) <= 80:
     return shlex.join(command)
   lines = ''.join(
@@ -136,75 +130,48 @@ def text_of(command: list[str]) -> str:
   return lines.removeprefix(' ')
 
 
-def attempt(
+def output(
   command: list[str], settled: Callable[[], bool] = lambda: False
-) -> subprocess.CompletedProcess:
-  """Runs a command, and again where its failure may pass by itself.
+) -> str:
+  """Returns what a command prints; retries a failure that may be temporary.
 
   Args:
-    command: The words of the command. It reads nothing.
-    settled: Asked before it is run again, as a command that timed out may have
-      done its work nevertheless.
+    command: the words of the command, which gets no input.
+    settled: whether the work is done; asked before each retry, as a command
+      that timed out may have done it nevertheless.
 
   Returns:
-    The last result; of exit code 0 if it is settled.
+    The output, '' if it is settled.
+
+  Raises:
+    UserError: it failed; the message has what it printed to stderr.
   """
   for retry in range(RETRIES + 1):
-    result = _run(command)
-    reason = result.stderr.lower()
-    if (
-      result.returncode == 0
-      or retry == RETRIES
-      or any(word in reason for word in _LASTING)
-      or not any(word in reason for word in _PASSING)
-    ):
+    code, printed, error = _run(command)
+    if code == 0:
+      return printed
+    if retry == RETRIES or not any(word in error.lower() for word in _PASSING):
       break
     pause = PAUSE * 2**retry
-    say(f'{result.stderr.strip()}\nlaunch: Trying again in {pause:g} s.')
+    say(f'{error}\nlaunch: Trying again in {pause:g} s.')
     time.sleep(pause)
     if settled():
-      return subprocess.CompletedProcess(command, 0, '', '')
-  return result
-
-
-def check(result: subprocess.CompletedProcess, hint: str = '') -> str:
-  """What the command printed, or a UserError with what it complained of."""
-  if result.returncode:
-    reason = f'{result.stderr.strip()}\n{hint}'.rstrip()
-    raise UserError(f'{shlex.join(result.args)} failed:\n{reason}')
-  return result.stdout
-
-
-def output(command: list[str], **kwargs: Any) -> str:
-  """What the command prints, with the retries of `attempt`."""
-  return check(attempt(command, **kwargs))
+      return ''
+  raise UserError(f'{shlex.join(command)} failed:\n{error}')
 
 
 def call(command: list[str]) -> int:
-  """Runs a command whose output is for the user; returns its exit code."""
+  """Runs a command that prints for the user; returns its exit code."""
   try:
     return subprocess.call(command, stdin=subprocess.DEVNULL)
   except FileNotFoundError:
     raise UserError(f'{command[0]} is not on the PATH.') from None
 
 
-def keep_running(
-  attempt: Callable[[], int], max_restarts: int, hopeless: int = 0
-) -> int:
-  """Starts a run again until it is done, or hopeless; returns its exit code."""
-  for restart in range(max_restarts + 1):
-    if restart:
-      say(f'Restart {restart} of {max_restarts}.')
-    code = attempt()
-    if code in (0, hopeless):
-      break
-    say(f'The run broke off with exit code {code}.')
-  return code
-
-
-def _run(command: list[str]) -> subprocess.CompletedProcess:
+def _run(command: list[str]) -> tuple[int, str, str]:
+  """Runs a command; returns its exit code, stdout and stderr."""
   try:
-    return subprocess.run(
+    done = subprocess.run(
       command,
       stdin=subprocess.DEVNULL,
       capture_output=True,
@@ -215,6 +182,5 @@ def _run(command: list[str]) -> subprocess.CompletedProcess:
   except FileNotFoundError:
     raise UserError(f'{command[0]} is not on the PATH.') from None
   except subprocess.TimeoutExpired:
-    return subprocess.CompletedProcess(
-      command, 124, '', f'{command[0]} timed out after {TIMEOUT:g} s'
-    )
+    return 124, '', f'{command[0]} timed out after {TIMEOUT:g} s'
+  return done.returncode, done.stdout, done.stderr.strip()

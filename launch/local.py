@@ -1,9 +1,9 @@
-"""Many processes on this machine, over loopback.
+"""Runs many processes on this machine, over loopback.
 
   python -m launch.local --num_processes=2 -- --config=configs/mnist.py:cnn
 
-Ends all if one dies. With `--max_restarts` it starts all again, and a killed
-worker costs only the steps since the last checkpoint.
+Ends all if one dies. With `--max_restarts` it starts all of them again; a
+killed worker costs only the steps since the last checkpoint.
 """
 
 import contextlib
@@ -22,15 +22,15 @@ from launch import commands
 from launch.commands import option, say
 
 MAIN = (sys.executable, '-m', 'mwrobust.main')
-GRACE = 5.0  # Seconds to end in, for workers that lost one of them.
-PATIENCE = 60.0  # And on Ctrl-C or SIGTERM, when a checkpoint is saved.
+GRACE = 5.0  # Seconds that workers have to end in when one of them died.
+PATIENCE = 60.0  # The same on Ctrl-C or SIGTERM: they save a checkpoint.
 
 _OUTPUT = threading.Lock()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Options(commands.Options):
-  """The options of `python -m launch.local`."""
+  """Holds the options of `python -m launch.local`."""
 
   num_processes: int = option(2, 'How many workers.', 1)
 
@@ -38,7 +38,7 @@ class Options(commands.Options):
 def build(
   options: Options, port: int | str, main: Sequence[str] = MAIN
 ) -> list[list[str]]:
-  """One command per worker."""
+  """Returns one command per worker."""
   return [
     [
       *main,
@@ -66,17 +66,17 @@ def launch(options: Options, main: Sequence[str] = MAIN) -> int:
         return 0
       if received:
         return 128 + received[0]
-      if failed.complained and failed.exit_code == 1:  # As it would again.
+      if failed.complained and failed.exit_code == 1:  # It would fail again.
         break
   return failed.exit_code
 
 
 class Worker:
-  """A process in a group of its own, and the thread that prints its lines."""
+  """Runs a process in its own group, and a thread that prints its lines."""
 
   def __init__(self, index: int, command: list[str]):
     self.index = index
-    self.complained = False  # As `mwrobust.main` does about a UserError.
+    self.complained = False  # It printed a UserError.
     self.process = subprocess.Popen(
       command,
       stdin=subprocess.DEVNULL,
@@ -91,7 +91,7 @@ class Worker:
     self._thread.start()
 
   def _print_lines(self) -> None:
-    with self.process.stdout as lines:  # Closed, a worker does not hang on it.
+    with self.process.stdout as lines:  # Once closed, no worker waits for it.
       for line in lines:  # A carriage return ends a line, too.
         self.complained |= line.startswith('mwrobust: ')
         with _OUTPUT:
@@ -107,7 +107,7 @@ class Worker:
 
   @property
   def exit_code(self) -> int:
-    """As a shell has it: 128 + the signal that killed it."""
+    """The exit code as in a shell: 128 + the signal that killed it."""
     code = self.process.returncode
     return code if code >= 0 else 128 - code
 
@@ -126,7 +126,7 @@ def _run(workers: list[list[str]], received: list[int]) -> Worker | None:
     for i, command in enumerate(workers):
       running.append(Worker(i, command))
     while True:
-      ended = _ended(running)  # Asked first, so that no failure goes unsaid.
+      ended = _ended(running)  # Asked first, so that every failure is reported.
       if len(received) > passed_on:
         passed_on = len(received)
         say(f'{signal.Signals(received[-1]).name}; waiting for the workers.')
@@ -155,9 +155,10 @@ def _ended(workers: list[Worker]) -> bool:
 
 
 def _first_failed(workers: list[Worker]) -> Worker | None:
-  """Of those seen at once, one that complained, or else one that was killed.
+  """Returns the worker that failed first; the others died of that.
 
-  The others died of that.
+  Of several seen at once: one that printed a UserError, else one that was
+  killed.
   """
   failed = [worker for worker in workers if worker.process.poll()]
   return min(
@@ -169,7 +170,7 @@ def _first_failed(workers: list[Worker]) -> Worker | None:
 
 @contextlib.contextmanager
 def _signals():
-  """The signals that arrived, instead of what they do otherwise."""
+  """Collects the signals that arrive, in place of their usual effect."""
   received = []
   before = {
     number: signal.signal(number, lambda number, _: received.append(number))

@@ -1,9 +1,9 @@
-"""A job of a Slurm cluster, one task per GPU.
+"""Submits a job to a Slurm cluster, one task per GPU.
 
   python -m launch.slurm --name=... --nodes=2 --gpus_per_node=4
 
-Partition, account and time limit are given as sbatch knows them, by
-SBATCH_PARTITION, SBATCH_ACCOUNT and SBATCH_TIMELIMIT.
+sbatch takes partition, account and time limit from SBATCH_PARTITION,
+SBATCH_ACCOUNT and SBATCH_TIMELIMIT.
 """
 
 import dataclasses
@@ -26,7 +26,7 @@ _SCRIPT = """#!/bin/bash
 
 {srun}
 code=$?
-# Ended by a signal, as when the time limit is near: the same job goes on later.
+# Ended by a signal, as when the time limit is near: the same job resumes later.
 if [ "$code" -gt 128 ] && [ "${{SLURM_RESTART_COUNT:-0}}" -lt {restarts} ]; then
   scontrol requeue "$SLURM_JOB_ID"
 fi
@@ -36,16 +36,19 @@ exit "$code"
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Options(commands.NamedOptions):
-  """The options of `python -m launch.slurm`."""
+  """Holds the options of `python -m launch.slurm`."""
 
+  delete: bool = option(False, 'Cancel the job of this name.')
   nodes: int = option(1, 'How many nodes.', 1)
-  gpus_per_node: int = option(1, 'GPUs, and so tasks, of each node.', 1)
+  gpus_per_node: int = option(
+    1, 'How many GPUs, and so tasks, each node has.', 1
+  )
 
 
 def script(options: Options, python: str = sys.executable) -> str:
-  """The batch script.
+  """Returns the batch script.
 
-  JAX reads from the variables of Slurm who is who. It wants each task to see
+  JAX reads from Slurm's variables which task it is. It wants each task to see
   all GPUs of its node, hence no --gpus-per-task (jax-ml/jax#28194).
   """
   srun = ['srun', '--kill-on-bad-exit=1', python, '-m', 'mwrobust.main']
@@ -61,7 +64,7 @@ def script(options: Options, python: str = sys.executable) -> str:
 
 
 def build(options: Options) -> list[list[str]]:
-  """Who is there already, and what submits it."""
+  """Returns the commands that look for the job, and submit it."""
   name = options.name
   return [
     ['squeue', '--me', '--noheader', f'--name={name}', '--format=%A %k'],
@@ -70,7 +73,7 @@ def build(options: Options) -> list[list[str]]:
 
 
 def launch(options: Options) -> int:
-  """Submits the job, unless it is there."""
+  """Submits the job, unless there is one of this name."""
   squeue, sbatch = build(options)
   if options.dry_run:
     if not options.delete:
@@ -80,7 +83,7 @@ def launch(options: Options) -> int:
     return 0
 
   def jobs() -> list[str]:
-    """Those of this name that the launcher made."""
+    """Returns the jobs of this name that the launcher made."""
     lines = commands.output(squeue).splitlines()
     words = [line.split() for line in lines]
     return [job[0] for job in words if job[1:] == [f'made-by={MADE_BY}']]

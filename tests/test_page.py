@@ -24,7 +24,7 @@ POLICIES = (
 NASTY = '</p><b class="x">&amp; \'n'
 NAN, INF = math.nan, math.inf
 
-# All that a line chart must cope with, by name.
+# What a line chart must cope with, by name.
 HARD_SERIES = {
   'one point': {'a': [(3, 0.5)]},
   'one point at zero': {'a': [(0, 0)]},
@@ -65,7 +65,7 @@ def bars():
 
 
 def sample():
-  """A page with some of everything."""
+  """Returns a page with some of everything."""
   rng = np.random.default_rng(0)
   losses = {
     name: [(t, 9 * math.exp(-t / 6) + i + rng.random()) for t in range(1, 21)]
@@ -111,7 +111,7 @@ def sample():
 
 
 class Document(html.parser.HTMLParser):
-  """A document whose tags must all be closed, and in order."""
+  """Parses a document; every tag must be closed, and in order."""
 
   VOID = ('meta', 'img', 'wbr', 'br')
 
@@ -140,7 +140,7 @@ class Document(html.parser.HTMLParser):
 
 
 def svgs(text):
-  """The outermost <svg> elements, parsed as XML."""
+  """Returns the outermost <svg> elements, parsed as XML."""
   depth, start, found = 0, 0, []
   for match in re.finditer(r'<svg\b|</svg>', text):
     if match[0] == '<svg':
@@ -155,7 +155,7 @@ def svgs(text):
 
 
 def plot(text):
-  """The one with role="img"."""
+  """Returns the only <svg> with role="img"."""
   (found,) = [svg for svg in svgs(text) if svg.get('role') == 'img']
   return found
 
@@ -165,7 +165,7 @@ def texts(svg, kind):
 
 
 def ends(svg):
-  """Where the lines of a chart go, in percent: a list of points for each."""
+  """Returns the points of each line of a chart, in percent."""
   lines = svg.iterfind('.//polyline')
   split = [line.get('points').split() for line in lines]
   return [[tuple(map(float, p.split(','))) for p in line] for line in split]
@@ -291,7 +291,7 @@ def test_a_picture_keeps_its_pixels(channels):
             np.zeros((2, 2, 4), np.uint8)],
 )  # fmt: skip
 def test_what_is_not_a_picture_is_refused(array):
-  with pytest.raises(ValueError, match='is not a picture'):
+  with pytest.raises(ValueError, match=re.escape(str(list(array.shape)))):
     page.picture(array)
 
 
@@ -324,7 +324,7 @@ def test_whole_steps_have_whole_ticks():
   assert texts(svg, 'x') == ['1', '2', '3']
 
 
-def test_no_values_are_said_to_be_none():
+def test_a_chart_without_values_says_so():
   assert 'no values' in page.line_chart(HARD_SERIES['no value'], 'x', 'y')
 
 
@@ -410,7 +410,7 @@ def test_the_dct_is_dashed_and_hatched():
 
 
 def colours(*contents):
-  """The colours by variable, on light pages and on dark ones."""
+  """Returns the colours by variable, on light pages and on dark ones."""
   text = page.page('', [('', content) for content in contents])
   pairs = re.findall(r'--series-([\w-]+): (#\w{6});', text)
   assert len(pairs) % 2 == 0
@@ -448,7 +448,7 @@ def luminance(rgb):
 
 
 def contrast(a, b):
-  """As WCAG has it, of two colours (red, green, blue) up to 255."""
+  """Returns the WCAG contrast of two colours, (red, green, blue) up to 255."""
   low, high = sorted([luminance(a), luminance(b)])
   return (high + 0.05) / (low + 0.05)
 
@@ -497,8 +497,7 @@ def test_a_browser_shows_the_page(path, width):
   assert document.tags.count('h2') == 9
   assert document.tags.count('svg') == Document(sample()).tags.count('svg')
   assert visit.console == []
-  assert visit.requests[0] == path.as_uri()
-  assert {url.split(':')[0] for url in visit.requests} == {'file', 'data'}
+  assert visit.requests == [path.as_uri()]
   assert visit.scroll_width <= width
   assert visit.background == 'rgb(255, 255, 255)'
   assert visit.value == []
@@ -522,21 +521,20 @@ def test_text_can_be_read_on_every_tint(path, dark):
     assert contrast(ink, alpha * tint + (1 - alpha) * page_back) >= 4.5
 
 
-def test_the_browser_would_tell(tmp_path):
+def test_the_browser_reports_bad_pages(tmp_path):
   path = tmp_path / 'bad.html'
   path.write_text(
     '<meta name=viewport content="width=device-width"><title>Bad</title>'
     '<body style="background: #123"><div style="width: 999px">wide</div>'
     '<img src="http://an.example/a.png"><script>console.warn("beware")</script>'
   )
-  visit = browse(path, 360, script='1 + 1', screenshot=True)
+  visit = browse(path, 360, script='1 + 1')
   assert visit.title == 'Bad'
   assert 'beware' in visit.console
   assert 'http://an.example/a.png' in visit.requests
   assert visit.scroll_width >= 999
   assert visit.background == 'rgb(17, 34, 51)'
   assert visit.value == 2
-  assert Image.open(io.BytesIO(visit.screenshot)).format == 'PNG'
 
 
 def test_the_page_lets_nothing_in(tmp_path):

@@ -18,7 +18,7 @@ class Terminal(io.StringIO):
     return True
 
   def screen(self):
-    """What the user sees: carriage returns go back and overwrite."""
+    """Returns the lines the user sees; a carriage return overwrites."""
     lines = []
     for line in self.getvalue().split('\n'):
       shown = ''
@@ -29,7 +29,7 @@ class Terminal(io.StringIO):
 
 
 class Clock:
-  """Seconds that pass only when told to."""
+  """A clock that the test moves."""
 
   seconds = 1000.0
 

@@ -1,4 +1,4 @@
-"""A line of progress on the terminal, or in the log file that stands in for it.
+"""Shows how far a run is: a live bar on a terminal, plain lines in a log file.
 
 with Progress(total, start=0, batch_size=128, log_every=100) as progress:
   progress.update(step, 'training')
@@ -79,11 +79,11 @@ def progress_line(
 
 
 class Progress:
-  """Tells how far the run is: a live bar on a terminal, lines in a log file.
+  """Shows a live bar on a terminal, or plain lines in a log file.
 
-  The rate is taken over this process's own steps, without the first, which
-  compiles: a resumed run does not count what another did. Validation is inside
-  it, so that the time left is the time the user waits.
+  The rate counts the steps of this process only, without the first, which
+  compiles. Validation counts too, so the time left is the time the user waits.
+  These two rules, and `after`, are why the bar is not tqdm's.
   """
 
   _SECONDS_BETWEEN_REDRAWS = 0.2
@@ -106,10 +106,10 @@ class Progress:
       log_every: steps between two lines in a log file; a terminal is redrawn
         some five times a second.
       start: steps done before this process began.
-      batch_size: images in a step; None if steps are no mini batches, and then
-        only the share that is done and the time that is left are shown.
-      after: what follows when all steps are done, in steps: it is part of the
-        time that is left.
+      batch_size: images in a step; None if a step is not a mini batch: then
+        only the share done and the time left are shown.
+      after: the cost of what follows the last step, in steps; it is part of
+        the time left.
       stream: where to show it, stderr by default.
       clock: the seconds since any fixed moment.
     """
@@ -127,13 +127,13 @@ class Progress:
     self._first: tuple[float, float] | None = None  # (step, seconds) at first
     self._last = (start, clock())  # (step, seconds) of the last update
     self._note = ''
-    self._bar = ''  # What stands on the last line of a terminal now.
+    self._bar = ''  # What the last line of the terminal shows now.
     self._drawn_at = -math.inf
     self._logged = start // log_every  # How many intervals have been logged.
 
   @property
   def images_per_second(self) -> float | None:
-    """The rate at the last update; None before the second step of ours."""
+    """The rate at the last update; None before this process's second step."""
     rate = self._steps_per_second
     return rate * self._batch_size if rate and self._batch_size else None
 
@@ -148,12 +148,12 @@ class Progress:
   def update(
     self, step: float, note: str = 'training', total: float | None = None
   ) -> None:
-    """Says that `step` steps are done; call it at every step, it is cheap.
+    """Shows that `step` steps are done; call it at every step, it is cheap.
 
     Args:
       step: steps done in the whole run.
       note: what the run does next; a new note is shown at once on a terminal.
-      total: steps in the whole run, where that is better known by now.
+      total: steps in the whole run, if a better estimate is known by now.
     """
     now = self._clock()
     self._total = self._total if total is None else total
@@ -182,7 +182,7 @@ class Progress:
     self._show(erase + text + '\n' + self._bar)
 
   def close(self) -> None:
-    """Leaves the bar as it is and the cursor below it."""
+    """Moves the cursor below the bar, which stays as it is."""
     if self._bar:
       self._show('\n')
       self._bar = ''
@@ -206,7 +206,7 @@ class Progress:
     )
 
   def _show(self, text: str) -> None:
-    # A terminal that went away must not end a training of days.
+    # A terminal that has gone away must not end a training of days.
     with contextlib.suppress(OSError):
       self._stream.write(text)
       self._stream.flush()
