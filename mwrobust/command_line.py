@@ -23,11 +23,7 @@ from mwrobust.runtime.signals import Interrupted, silenced_threads
 
 flags.disclaim_key_flags()  # `--help` shows `--config` as the program's own.
 
-<<<<<<< HEAD
 _CACHE_BYTES = 2**30  # Of compiled programs.
-=======
-_CACHE_BYTES = 2**30  # When it is full, JAX evicts the oldest programs.
->>>>>>> english
 _until_the_end = contextlib.ExitStack()
 _HERE = pathlib.Path(__file__).parent
 # A wheel has the configs inside the package, a checkout beside it.

@@ -59,7 +59,7 @@ _COMPARISON = TablePlan(
   section='comparison',
   fields={
     'train.budget': 6_000_000,
-    'train.T': 10,
+    'train.T': 20,
     'eval.examples': 1000,
     'eval.curve_examples': 0,
   },
@@ -303,7 +303,7 @@ def write(
     table: the plan of the table.
     found: its runs.
     chosen: the settings that a search chose, by method.
-    output: where it goes, without the suffix.
+    output: the path of the files, without a suffix.
     say: prints the table and the paths.
   """
   runs.check_mergeable(found)
