@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from mwrobust.reporting import page
+from mwrobust.reporting import charts, page
 
 THREATS = (
   'pixel_linf', 'pixel_l2', 'pixel_l1', 'dct_linf', 'dct_l2', 'dct_l1',
@@ -47,19 +47,22 @@ HARD_SERIES = {
 
 def hard_charts():
   for name, series in HARD_SERIES.items():
-    yield page.line_chart(series, 'outer step', name)
+    yield charts.line_chart(series, 'outer step', name)
   many = [(str(i), {'dct_l2': i % 3, 'pixel_l2': 1}) for i in range(200)]
   names = [(name, {'pixel_l2': 1.0}) for name in POLICIES]
   for columns in (many, names, [('1', {'dct_l2': 0.0})], [('1', {})], []):
-    yield page.stacked_shares(columns, 'outer step')
+    yield charts.stacked_shares(columns, 'outer step')
 
 
 def bars():
-  return page.bar_chart(
+  return charts.bar_chart(
     {
-      'natural': [page.Bar(100.0, 92.9, 100.0, '')],
-      'dct_l2': [page.Bar(60.0, 50, 70, 'paper'), page.Bar(30, 20, 40, 'ours')],
-      'x' * 60: [page.Bar(0.0, 0.0, 7.1, 'paper')],
+      'natural': [charts.Bar(100.0, 92.9, 100.0, '')],
+      'dct_l2': [
+        charts.Bar(60.0, 50, 70, 'paper'),
+        charts.Bar(30, 20, 40, 'ours'),
+      ],
+      'x' * 60: [charts.Bar(0.0, 0.0, 7.1, 'paper')],
     }
   )
 
@@ -99,8 +102,8 @@ def sample():
     [
       ('Results', page.paragraph('In short.')),
       ('Table', page.table(header, rows, 'In percent.', marks)),
-      ('Losses', page.line_chart(losses, 'outer step', 'loss')),
-      ('Shares', page.stacked_shares(shares, 'outer step')),
+      ('Losses', charts.line_chart(losses, 'outer step', 'loss')),
+      ('Shares', charts.stacked_shares(shares, 'outer step')),
       ('Bars', page.callout('bad', 'Look.', 'Why.') + bars()),
       ('Transfer', page.heat_map(THREATS, THREATS, values, caption='In %.')),
       ('Pictures', page.picture_grid(['natural', *THREATS, 'all'], pictures)),
@@ -213,11 +216,13 @@ def test_all_text_is_escaped_once():
   contents = [
     page.paragraph(NASTY),
     page.table([NASTY], [[f'{NASTY}\n{NASTY}']], NASTY, {(0, 0): 'good'}),
-    page.line_chart({NASTY: [(1, 1)]}, NASTY, NASTY),
-    page.stacked_shares([(NASTY, {NASTY: 1})], NASTY),
+    charts.line_chart({NASTY: [(1, 1)]}, NASTY, NASTY),
+    charts.stacked_shares([(NASTY, {NASTY: 1})], NASTY),
     page.heat_map([NASTY], [NASTY], [[1]], '{}' + NASTY, NASTY),
     page.picture_grid([NASTY], [(NASTY, [(image, NASTY)])]),
-    page.bar_chart({NASTY: [page.Bar(1, 0, 2, NASTY), page.Bar(1, 0, 2, 'b')]}),
+    charts.bar_chart(
+      {NASTY: [charts.Bar(1, 0, 2, NASTY), charts.Bar(1, 0, 2, 'b')]}
+    ),
     page.callout('good', NASTY, NASTY),
   ]
   document = Document(page.page(NASTY, [(NASTY, c) for c in contents]))
@@ -299,7 +304,7 @@ def test_what_is_not_a_picture_is_refused(array):
 
 
 def test_a_line_is_where_it_should_be():
-  svg = plot(page.line_chart({'a': [(0, 0), (5, 40), (10, 100)]}, 'x', 'y'))
+  svg = plot(charts.line_chart({'a': [(0, 0), (5, 40), (10, 100)]}, 'x', 'y'))
   assert ends(svg) == [[(0, 100), (50, 60), (100, 0)]]
   assert texts(svg, 'x') == ['0', '2', '4', '6', '8', '10']
   assert texts(svg, 'y') == ['0', '20', '40', '60', '80', '100']
@@ -309,23 +314,23 @@ def test_a_line_is_where_it_should_be():
 
 
 def test_unknown_values_are_gaps():
-  svg = plot(page.line_chart(HARD_SERIES['gaps'], 'x', 'y'))
+  svg = plot(charts.line_chart(HARD_SERIES['gaps'], 'x', 'y'))
   assert [len(line) for line in ends(svg)] == [1, 1, 1]
   assert len(list(svg.iter('circle'))) == 3
 
 
 def test_the_y_axis_shows_zero():
-  svg = plot(page.line_chart({'a': [(1, 97.311), (2, 97.318)]}, 'x', 'y'))
+  svg = plot(charts.line_chart({'a': [(1, 97.311), (2, 97.318)]}, 'x', 'y'))
   assert texts(svg, 'y') == ['0', '20', '40', '60', '80', '100']
 
 
 def test_whole_steps_have_whole_ticks():
-  svg = plot(page.line_chart({'a': [(1, 1), (3, 1)]}, 'outer step', 'y'))
+  svg = plot(charts.line_chart({'a': [(1, 1), (3, 1)]}, 'outer step', 'y'))
   assert texts(svg, 'x') == ['1', '2', '3']
 
 
 def test_a_chart_without_values_says_so():
-  assert 'no values' in page.line_chart(HARD_SERIES['no value'], 'x', 'y')
+  assert 'no values' in charts.line_chart(HARD_SERIES['no value'], 'x', 'y')
 
 
 number = st.one_of(st.none(), st.floats(), st.integers(-5, 200))
@@ -335,7 +340,7 @@ number = st.one_of(st.none(), st.floats(), st.integers(-5, 200))
 @given(st.lists(st.lists(st.tuples(number, number), max_size=5), max_size=3))
 def test_any_numbers_make_a_chart(lines):
   series = {str(i): line for i, line in enumerate(lines)}
-  text = page.line_chart(series, 'x', 'y')
+  text = charts.line_chart(series, 'x', 'y')
   Document(text)
   svg = plot(text)
   places = np.array([p for line in ends(svg) for p in line])
@@ -352,7 +357,7 @@ def test_shares_fill_their_bar():
     ('3', {'pixel_l2': 0.0, 'dct_l2': 0.0}),
     ('4', {'dct_l2': 30, 'pixel_l2': 10, 'pixel_l1': NAN}),
   ]
-  svg = plot(page.stacked_shares(columns, 'step'))
+  svg = plot(charts.stacked_shares(columns, 'step'))
   bars = [
     (bar.get('y'), bar.get('height'))
     for bar in svg.iter('rect')
@@ -367,7 +372,7 @@ def test_shares_fill_their_bar():
 def test_ticks_can_have_names():
   points = {'a': [(-1, 50), (0, 40), (1, 30)]}
   names = {-1: '1/2 eps', 0: 'eps', 1: '2 eps'}
-  svg = plot(page.line_chart(points, 'radius', 'y', names))
+  svg = plot(charts.line_chart(points, 'radius', 'y', names))
   assert texts(svg, 'x') == list(names.values())
   assert ends(svg)[0][1][0] == 50
   titles = [title.text for title in svg.iterfind('.//circle/title')]
@@ -400,8 +405,8 @@ def test_the_dct_is_dashed_and_hatched():
 
   series = {name: [(1, 1)] for name in THREATS}
   kind = {name: 'dct' if 'dct' in name else '' for name in THREATS}
-  assert kinds(page.line_chart(series, 'x', 'y')) == kind
-  bars = page.stacked_shares([('1', dict.fromkeys(THREATS, 1))], 'x')
+  assert kinds(charts.line_chart(series, 'x', 'y')) == kind
+  bars = charts.stacked_shares([('1', dict.fromkeys(THREATS, 1))], 'x')
   assert kinds(bars) == kind
   assert bars.count('<rect class="hatch"') == 6  # Three bars, three keys.
 
@@ -423,11 +428,11 @@ def colours(*contents):
 
 
 def chart_of(*names):
-  return page.line_chart({name: [(1, 1)] for name in names}, 'x', 'y')
+  return charts.line_chart({name: [(1, 1)] for name in names}, 'x', 'y')
 
 
 def test_threats_have_the_same_colours_on_all_pages():
-  bars = page.stacked_shares([('1', {'dct_l1': 1})], 'x')
+  bars = charts.stacked_shares([('1', {'dct_l1': 1})], 'x')
   first = colours(chart_of(*THREATS))
   second = colours(chart_of('other'), bars, chart_of(*reversed(THREATS)))
   for a, b in zip(first, second, strict=True):

@@ -327,7 +327,7 @@ def test_a_run_shows_its_output_first(reported_run):
   assert list(ours['min']) == ['accuracy, %', 'eps', 'standard', 'paper']
   cell = ours['union']['standard']
   assert cell.startswith(f'{percent(output, "union"):.1f} ')
-  assert 'about h=2 average' in section(markdown, 'Verdict')
+  assert 'network is h=2 average' in section(markdown, 'Verdict')
 
 
 def test_a_run_is_read_by_its_settings(reported_run):

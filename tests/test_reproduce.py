@@ -199,7 +199,7 @@ def test_a_comparison_is_one_table(tmp_path):
     for seed in numbers
   ]
   output = tmp_path / 'table' / 'maini'
-  chosen = {'msd': {'optimizer.learning_rate': 0.1, 'train.ramp': 0.25}}
+  chosen = {'msd': {'optimizer.learning_rate': 1e-3, 'train.ramp': 0.25}}
   tables.write('maini', tables.TABLES['maini'], found, chosen, output, ignore)
   markdown = (tmp_path / 'table' / 'maini.md').read_text()
   (rows,) = tables_of(section(markdown, 'Accuracy'))

@@ -9,7 +9,7 @@ import numpy as np
 
 from mwrobust import evaluation
 from mwrobust.evaluation import Check, Outcomes, wilson
-from mwrobust.reporting import page
+from mwrobust.reporting import charts, page
 from mwrobust.reporting.document import (
   Part,
   Section,
@@ -161,7 +161,7 @@ def verdict_parts(evaluated: Evaluated) -> list[Part]:
       f'The network is {network(main)}, the protocol {protocol(main)} '
       f'({", ".join(main.attacks)}). Threats with their radii: {radii}.'
     ),
-    picture(page.bar_chart(bars(evaluated.protocols))),
+    picture(charts.bar_chart(bars(evaluated.protocols))),
     text(
       'An image counts as correct under a threat if no attack within the '
       "threat's radius makes the network misclassify it. Min is the accuracy "
@@ -186,7 +186,7 @@ def verdict_parts(evaluated: Evaluated) -> list[Part]:
   return parts
 
 
-def bars(protocols: Sequence[Outcomes]) -> dict[str, list[page.Bar]]:
+def bars(protocols: Sequence[Outcomes]) -> dict[str, list[charts.Bar]]:
   """Returns bars for natural, each threat and union; main protocol last."""
   groups = {}
   for name in ('natural', *protocols[0].threats, 'union'):
@@ -195,7 +195,7 @@ def bars(protocols: Sequence[Outcomes]) -> dict[str, list[page.Bar]]:
       value = outcomes.accuracies()[name]
       low, high = wilson(value, len(outcomes.labels))
       kind = f'protocol {protocol(outcomes)}' * (name != 'natural')
-      groups[name].append(page.Bar(value, low, high, kind))
+      groups[name].append(charts.Bar(value, low, high, kind))
   return groups
 
 
@@ -351,7 +351,7 @@ def curve_parts(curve: Outcomes) -> list[Part]:
     for name, line in lines.items()
   }
   return [
-    picture(page.line_chart(series, 'radius', 'accuracy, %', names)),
+    picture(charts.line_chart(series, 'radius', 'accuracy, %', names)),
     table(
       ['accuracy, % at', '0', *names.values()],
       [

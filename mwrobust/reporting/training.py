@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 
-from mwrobust.reporting import page
+from mwrobust.reporting import charts
 from mwrobust.reporting.accuracies import method_title
 from mwrobust.reporting.document import Part, picture, table, text
 from mwrobust.reporting.runs import Run
@@ -34,7 +34,7 @@ def training_parts(run: Run) -> list[Part]:
       title: [(row['outer_step'], row[field][name]) for row in run.outer]
       for name, title in shown.items()
     }
-    return page.line_chart(series, 'outer step', y_label)
+    return charts.line_chart(series, 'outer step', y_label)
 
   threats = dict(zip(names, names, strict=True))
   sides = {'mean_mixture': 'mixture', 'mean_worst': 'worst threat'}
@@ -47,7 +47,7 @@ def training_parts(run: Run) -> list[Part]:
   ]
   chosen = _choices(run, names)
   if any(sum(counts.values()) for counts in chosen.values()):
-    shares = page.stacked_shares(list(chosen.items()), 'outer step')
+    shares = charts.stacked_shares(list(chosen.items()), 'outer step')
     parts.append(picture(shares, 'Mini batches of each threat'))
   return parts
 
