@@ -15,7 +15,7 @@ import scipy.optimize
 from flax import nnx
 
 from mwrobust import attacks
-from mwrobust.attacks import geometry, losses, norms, rules, spaces
+from mwrobust.attacks import geometry, losses, norms, problem, rules, spaces
 
 KEY = jax.random.key(0)
 SHAPE = (8, 8, 1)
@@ -480,6 +480,28 @@ def test_fab_finds_the_nearest_point_of_a_linear_boundary(norm, space):
     assert (length_in_ball(threat, images, found) <= threat.eps * 1.0001).all()
 
 
+def test_fab_allows_for_the_clip_outside_pixels():
+  """Compares l2 balls of the DCT with the same sets in pixels.
+
+  All pixels are at 0 or 1, so that half of any step is clipped away.
+  """
+  slope, radius = WEIGHTS[:, 0].astype(np.float64), 1.0
+  reach = [
+    best_in_pixels(slope, x, 'l2', radius) for x in BINARY.reshape(6, 64)
+  ]
+  limits = (BINARY.reshape(6, 64) @ slope + reach).astype(np.float32)
+
+  def logits_fn(images):
+    rise = images.reshape(6, -1) @ WEIGHTS[:, 0]
+    return jnp.stack([rise - limits, jnp.zeros(6)], axis=1)
+
+  for scale, fooled in ((1.02, True), (0.98, False)):
+    threat = attacks.Threat(space='dct', norm='l2', eps=scale * radius)
+    attack = attacks.make_attack(threat, attacks.fab(20, targets=1))
+    found = run(attack, logits_fn, BINARY, CLIMB_LABELS)
+    assert ((logits_fn(found).argmax(axis=1) == 0) == fooled).all(), scale
+
+
 @EACH_OF_SIX
 def test_square_lowers_the_margin(threat):
   attack = attacks.make_attack(threat, attacks.square(200))
@@ -508,6 +530,22 @@ def test_square_reaches_the_last_row_and_column():
   attack = attacks.make_attack(SIX[0], attacks.square(200))
   found = run(attack, logits_fn, images, CLIMB_LABELS)
   assert (logits_fn(found).argmax(axis=1) == 0).all()
+
+
+def test_square_finds_a_single_channel():
+  """Attacks a network that sees only red, in steps that hide its gradient."""
+  images = np.random.default_rng(1).uniform(0.2, 0.8, (20, 8, 8, 3))
+  images = images.astype(np.float32)
+
+  def logits_fn(images):
+    return linear(jnp.round(16 * images[..., :1]) / 16)
+
+  labels = np.argmax(logits_fn(images), axis=1).astype(np.int32)
+  threat = attacks.Threat(norm='l1', eps=3.0)
+  attack = attacks.make_attack(threat, attacks.square(300))
+  found = run(attack, logits_fn, images, labels)
+  # A mass of 3 in one channel moves the logits as far as 9 in all of them.
+  assert np.mean(logits_fn(found).argmax(axis=1) != labels) > 0.5
 
 
 # --------------------------------------------------------------- the clip rules
@@ -646,6 +684,37 @@ def test_a_network_that_answers_nan_is_fooled():
     made = attacks.make_attack(SIX[0], attack)
     found = run(made, logits_fn, images, CLIMB_LABELS)
     assert jnp.isnan(logits_fn(found)).any(axis=1).all(), attack
+
+
+def test_one_infinite_slope_hides_no_other():
+  """Attacks the square root, whose slope at a black pixel is infinite."""
+  rng = np.random.default_rng(2)
+  images = np.where(rng.uniform(size=IMAGES.shape) < 0.5, 0, IMAGES)
+  images = images.astype(np.float32)
+
+  def fooled(attack, floor):
+    logits_fn = lambda x: linear(jnp.sqrt(x + floor))  # noqa: E731
+    labels = np.argmax(logits_fn(images), axis=1).astype(np.int32)
+    found = run(attack, logits_fn, images, labels)
+    return int(np.sum(logits_fn(found).argmax(axis=1) != labels))
+
+  for threat, attack in (
+    (SIX[0], attacks.pgd(10)),
+    (SIX[1], attacks.apgd(10, radii=(1,))),
+    *((threat, attacks.fab(10, targets=2)) for threat in SIX[:2]),
+  ):
+    threat = dataclasses.replace(threat, eps=threat.eps / 2)
+    attack = attacks.make_attack(threat, attack)
+    assert fooled(attack, floor=0.0) == fooled(attack, floor=1e-8) == 6, threat
+
+
+def test_a_loss_that_is_not_a_number_is_no_success():
+  logits = jnp.array([[jnp.inf, jnp.inf], [jnp.nan, 0.0], [1.0, 0.0]])
+  labels = jnp.zeros(3, jnp.int32)
+  loss = losses.margin(logits, labels)
+  found = problem.judge(jnp.zeros((3, 1)), loss, logits, labels)
+  assert found.fooled.tolist() == [False, True, False]
+  assert found.loss.tolist() == [-np.inf, np.inf, -1.0]
 
 
 def test_a_tiny_gradient_is_as_good_as_any():

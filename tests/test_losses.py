@@ -81,6 +81,16 @@ def test_few_classes_have_a_slope(name, classes):
     assert (gradient[np.arange(2), labels] < 0).all()
 
 
+def test_dlr_has_a_slope_where_all_other_logits_are_tied():
+  logits, labels = np.array([[5.0, 0, 0, 0, 0]], np.float32), np.array([0])
+  for loss in (
+    lambda z: losses.dlr(z, labels),
+    lambda z: losses.targeted_dlr(z, labels, np.array([1])),
+  ):
+    gradient = jax.grad(lambda z, loss=loss: loss(z).sum())(logits)
+    assert gradient[0, 0] < -0.1
+
+
 def test_probability_margin():
   found = losses.probability_margin(LOGITS, LABELS)
   softmax = np.exp(LOGITS - LOGITS.max(1, keepdims=True))

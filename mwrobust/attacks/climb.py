@@ -313,7 +313,7 @@ def prepare(
   def attempt(number, tried):
     every_target = jnp.maximum(plan.targets, 1)
     target = jnp.take(others, number % every_target, axis=1)
-    keys = problem.keys(number // every_target)
+    keys = problem.keys(number)
 
     # ---- the start: a random point of the first ball
     start_eps = scale * plan.start_eps

@@ -5,6 +5,10 @@ Boundary Attack" (2020), targeted. It linearises the boundary between the label
 and a target class and takes the shortest step onto that plane that stays in the
 box. It starts at the image and climbs no loss, so it finds adversarial images
 that masked gradients hide from other attacks.
+
+In pixels that step is exact. In other spaces the clip to [0, 1] stops some
+pixels on the way, so a step has several parts: each aims at what is left of the
+way to the plane, with the pixels that can still move.
 """
 
 import dataclasses
@@ -24,6 +28,8 @@ Array = jax.Array
 
 _MOST_BIAS = 0.1  # The largest weight of the step that starts at the image.
 _OVERSHOOT = 1.05  # A step onto the plane is this many times longer.
+_ROUNDS = 8  # Other spaces: parts of a step; the clip stops pixels in between.
+_PULL = 0.2  # Other spaces: before a step, delta shrinks by this share.
 _BACK = 0.9  # After a success, the search resumes at this share of delta.
 
 
@@ -94,31 +100,50 @@ def _prepare(attack: Fab, problem: Problem, eps: float, norm: norms.Norm):
   )
   logits_fn = problem.constant(problem.logits)
 
-  @jax.vmap
-  def plane(domain, delta, placed, difference, gradient):
-    """Returns the linearised boundary: its slope, and its gap from delta."""
-    largest = jnp.max(jnp.abs(jnp.nan_to_num(gradient)))
-    slope = norms.rescale(gradient)
-    slope = the_map.pull_back(domain, delta, placed, slope)
-    return slope, -difference / jnp.where(largest > 0, largest, 1)
-
-  @jax.vmap
-  def step(domain, delta, slope, gap):
+  def step_in_pixels(domain, delta, slope, gap):
     """Steps onto the plane, biased towards the image's own step onto it."""
     low, high = domain.low, domain.high
     here = norm.to_plane(slope, gap, low - delta, high - delta)
-    gap += jnp.vdot(slope, delta, precision=lax.Precision.HIGHEST)
+    gap += _dot(slope, delta)
     from_image = norm.to_plane(slope, gap, low, high)
     near, far = norm.length(here), norm.length(from_image)
     bias = near / jnp.maximum(near + far, 1e-12)
     bias = jnp.clip(bias, 0, _MOST_BIAS)
     moved = (1 - bias) * (delta + _OVERSHOOT * here)
     moved += bias * _OVERSHOOT * from_image
-    moved = jnp.clip(moved, low, high)
-    if the_map.clip == 'strict' and the_map.space is not PIXEL:
-      _, image = the_map.place(domain, moved)
-      moved = the_map.enter(image).centre - domain.centre
-    return moved
+    return jnp.clip(moved, low, high)
+
+  def step_in_space(domain, delta, slope, gap):
+    """Steps over the plane in parts, from a point nearer to the image."""
+    _, shown = the_map.place(domain, delta)
+    # On the far side of the boundary the step goes back, along -slope.
+    slope, gap = jnp.where(gap < 0, -slope, slope), jnp.abs(gap)
+
+    def go_part(_, delta):
+      placed, image = the_map.place(domain, delta)
+      left = jnp.maximum(gap - _dot(slope, image - shown), 0)
+      pulled = the_map.pull_back(domain, delta, placed, slope)
+      return delta + norm.to_plane(pulled, left, domain.low, domain.high)
+
+    start = (1 - _PULL) * delta
+    moved = lax.fori_loop(0, _ROUNDS, go_part, start)
+    moved = start + _OVERSHOOT * (moved - start)
+    _, image = the_map.place(domain, moved)
+    clipped = the_map.enter(image).centre - domain.centre
+    if the_map.clip == 'strict':
+      return clipped
+    # Both show the same image.
+    is_shorter = norm.length(clipped) < norm.length(moved)
+    return jnp.where(is_shorter, clipped, moved)
+
+  @jax.vmap
+  def step(domain, delta, difference, gradient):
+    """Steps onto the boundary, linearised at delta."""
+    slope, gap = norms.rescale(gradient), -difference
+    gap /= norms.largest_entry(gradient)
+    if the_map.space is PIXEL:
+      return step_in_pixels(domain, delta, slope.ravel(), gap)
+    return step_in_space(domain, delta, slope, gap)
 
   def record(search: _Search, delta, loss, logits) -> tuple[_Search, Array]:
     found = judge(delta, loss, logits, labels)
@@ -143,16 +168,15 @@ def _prepare(attack: Fab, problem: Problem, eps: float, norm: norms.Norm):
     delta = jnp.where(restart > 0, start, 0)
 
     def advance(search: _Search) -> _Search:
-      placed, shown = problem.place(search.delta)
+      _, shown = problem.place(search.delta)
       (_, (loss, logits)), gradient = value_and_grad(shown, target)
       search, _ = record(search, search.delta, loss, logits)
-      slope, gap = plane(domain, search.delta, placed, loss, gradient)
-      delta = step(domain, search.delta, slope, gap)
+      delta = step(domain, search.delta, loss, gradient)
       logits = logits_fn(problem.final_images(delta))
       loss = losses.targeted_margin(logits, labels, target)
       search, fooled = record(search, delta, loss, logits)
       back = jnp.where(fooled, _BACK, 1.0)[:, None]
-      stuck = jnp.all(slope == 0, axis=1)
+      stuck = jnp.all(gradient == 0, axis=(1, 2, 3))
       return search._replace(i=search.i + 1, delta=back * delta, stuck=stuck)
 
     def goes_on(search: _Search) -> Array:
@@ -180,3 +204,7 @@ def _prepare(attack: Fab, problem: Problem, eps: float, norm: norms.Norm):
     return Tried(best, search.stuck, spent)
 
   return attempt
+
+
+def _dot(x: Array, y: Array) -> Array:
+  return jnp.vdot(x, y, precision=lax.Precision.HIGHEST)

@@ -59,7 +59,7 @@ def dlr(logits: Array, labels: Array) -> Array:
   if logits.shape[-1] < 3:
     return margin(logits, labels)
   largest, _, third = _largest(logits, 3)
-  return margin(logits, labels) / (largest - third + 1e-12)
+  return _quotient(margin(logits, labels), largest - third)
 
 
 def targeted_log_odds(logits: Array, labels: Array, targets: Array) -> Array:
@@ -94,7 +94,18 @@ def targeted_dlr(logits: Array, labels: Array, targets: Array) -> Array:
     largest, _, third = jax.lax.stop_gradient(_largest(logits, 3))
     return margins / (largest - third + 1e-12)
   largest, _, third, fourth = _largest(logits, 4)
-  return margins / (largest - (third + fourth) / 2 + 1e-12)
+  return _quotient(margins, largest - (third + fourth) / 2)
+
+
+def _quotient(margins: Array, scale: Array) -> Array:
+  """Returns margins / scale, with a gradient also where logits are tied.
+
+  If all other logits are equal, as behind a ReLU, the scale is the margin and
+  the quotient a constant. No gradient flows through the scale there.
+  """
+  is_constant = scale <= jnp.abs(margins)
+  scale = jnp.where(is_constant, jax.lax.stop_gradient(scale), scale)
+  return margins / (scale + 1e-12)
 
 
 def _pick(values: Array, labels: Array) -> Array:

@@ -61,11 +61,16 @@ class Norm:
 
 
 def rescale(x: Array) -> Array:
-  """Divides by the largest entry; NaN becomes 0, infinity the largest."""
+  """Divides by the largest finite entry; NaN becomes 0, infinity 1."""
+  largest = largest_entry(x)
+  return jnp.clip(_known(x), -largest, largest) / largest
+
+
+def largest_entry(x: Array) -> Array:
+  """Returns the largest finite |entry|, or 1 if there is none but 0."""
+  largest = jnp.max(jnp.where(jnp.isfinite(x), jnp.abs(x), 0))
   # XLA divides by multiplying with 1 / largest, which must be a normal float.
-  x = jnp.clip(_known(x), -8e37, 8e37)
-  largest = jnp.max(jnp.abs(x))
-  return x / jnp.where(largest > 0, largest, 1)
+  return jnp.where(largest > 0, jnp.minimum(largest, 8e37), 1)
 
 
 def _known(x: Array) -> Array:

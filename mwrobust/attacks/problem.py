@@ -130,10 +130,15 @@ class Problem(NamedTuple):
 
 
 def judge(delta: Array, loss: Array, logits: Array, labels: Array) -> Best:
-  """Returns whether the network is fooled; NaN logits count as fooled."""
+  """Returns whether the network is fooled; NaN logits count as fooled.
+
+  A loss can also be NaN where the logits are not: infinity minus infinity. Such
+  a point is the worst of those that do not fool the network.
+  """
   is_nan = jnp.isnan(logits).any(axis=1)
   fooled = is_nan | (logits.argmax(axis=1) != labels)
-  loss = jnp.where(is_nan | jnp.isnan(loss), jnp.inf, loss)
+  loss = jnp.where(jnp.isnan(loss), -jnp.inf, loss)
+  loss = jnp.where(is_nan, jnp.inf, loss)
   return Best(delta, loss, fooled)
 
 

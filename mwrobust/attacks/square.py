@@ -323,11 +323,12 @@ class _Mass:
     low: Array,
     high: Array,
   ) -> Array:
-    """Moves one coefficient's mass to another, all channels alike.
+    """Moves one coefficient's mass to another: to one channel, or to all.
 
-    Much mass is likely to be moved. Where it goes, it goes up or down by how
-    much room there is.
+    Coefficients with more mass are chosen more often. The sign at the target is
+    drawn in proportion to the room in each direction.
     """
+    channels = self.grid.channels
     mass = jnp.sum(jnp.abs(delta), axis=2)
     row = _draw(jnp.sum(mass, axis=1), random[0])
     column = _draw(jax.nn.one_hot(row, self.grid.height) @ mass, random[1])
@@ -336,8 +337,11 @@ class _Mass:
       jnp.floor(random[2] * self.grid.height),
       jnp.floor(random[3] * self.grid.width),
     )
+    chosen = jnp.floor(random[5] * (channels + 1))  # The last means all.
+    chosen = (jnp.arange(channels) == chosen) | (chosen == channels)
     freed = jnp.sum(jnp.where(source | target, jnp.abs(delta), 0))
-    share = jnp.where(target, (freed + unused) / self.grid.channels, 0)
+    share = (freed + unused) / jnp.sum(chosen)
+    share = jnp.where(target & chosen.reshape(1, 1, -1), share, 0)
     up, down = (jnp.minimum(share, room) for room in (high, -low))
     sign = jnp.where(random[4] * jnp.sum(up + down) < jnp.sum(up), 1.0, -1.0)
     return jnp.where(source | target, sign * share, delta)
