@@ -740,19 +740,45 @@ def test_npz_that_declares_what_it_does_not_have(tmp_path, own, header, named):
   header = {'descr': '|u1', 'fortran_order': False, 'shape': (8,)} | header
   np.lib.format.write_array_header_1_0(images, header)
   images.write(bytes(8))
+  message = refusal_of_images(tmp_path, own, images.getvalue())
+  assert 'train_images' in message
+  assert named in message
+
+
+def refusal_of_images(tmp_path, own, content):
+  """Returns the message about a file with this content as its images."""
   np.savez(tmp_path / 'own.npz', **own)
   with (
     zipfile.ZipFile(tmp_path / 'own.npz') as archive,
-    zipfile.ZipFile(tmp_path / 'bad.npz', 'w') as bad,
+    zipfile.ZipFile(tmp_path / 'bad.npz', 'w', zipfile.ZIP_DEFLATED) as bad,
   ):
     contents = {name: archive.read(name) for name in archive.namelist()}
-    contents['train_images.npy'] = images.getvalue()
-    for name, content in contents.items():
-      bad.writestr(name, content)
+    contents['train_images.npy'] = content
+    for name, each in contents.items():
+      bad.writestr(name, each)
   with pytest.raises(UserError, match=r'bad\.npz cannot be read') as error:
     load_last(str(tmp_path / 'bad.npz'))
-  assert 'train_images' in str(error.value)
-  assert named in str(error.value)
+  return str(error.value)
+
+
+@pytest.mark.parametrize(
+  ('version', 'bytes_of_length', 'length'),
+  [((1, 0), 2, 60_000), ((2, 0), 4, 20_000_000), ((3, 0), 4, 20_000_000)],
+)
+def test_npz_with_a_huge_header(
+  tmp_path, own, version, bytes_of_length, length
+):
+  header = b"{'descr': '|u1', 'fortran_order': False, 'shape': (8,)}"
+  content = (
+    np.lib.format.magic(*version)
+    + length.to_bytes(bytes_of_length, 'little')
+    + header.ljust(length - 1)
+    + b'\n'
+    + bytes(8)
+  )
+  message = refusal_of_images(tmp_path, own, content)
+  assert 'train_images' in message
+  assert 'allow_pickle' not in message  # NumPy's advice: to trust the file.
 
 
 def test_npz_that_unpacks_to_more_than_the_memory(tmp_path, own, monkeypatch):
