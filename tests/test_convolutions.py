@@ -215,7 +215,7 @@ def test_unknown_primitives_are_left_as_they_are_with_a_warning():
     in_specs=jax.P('data'),
     out_specs=jax.P('data'),
   )
-  plain = gradient_of(lambda x: shard(conv)(conv(x)))
+  plain = gradient_of(lambda x: conv(shard(conv)(conv(x))))
   expected = jax.jit(plain)(IMAGES)
   with pytest.warns(UserWarning, match='shard_map'):
     found = jax.jit(fast(plain))(IMAGES)

@@ -185,7 +185,9 @@ def _is_slow(jaxpr: core.Jaxpr) -> bool:
       return False
     return is_slow
 
-  return any(map(eqn_is_slow, jaxpr.eqns))
+  # A list, because each unknown primitive has to be seen for its warning.
+  found = [eqn_is_slow(eqn) for eqn in jaxpr.eqns]
+  return any(found)
 
 
 def _inner_jaxprs(eqn: core.JaxprEqn) -> Iterator[core.Jaxpr]:
