@@ -10,7 +10,7 @@ evaluates both on its test images under these threats with each protocol.
                 every try of every attack under every threat; a gradient counts
                 as three forward passes
   bound         the lowest possible value of this: the images that survive to
-                the end have to meet every try
+                the end must be attacked by every try
   time          the time of the evaluation without compilation
   wall          this time relative to that of the same gradients and forward
                 passes alone

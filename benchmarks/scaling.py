@@ -85,7 +85,7 @@ a ratio of 1 the split costs nothing.
 
 
 def start_child(devices: int) -> subprocess.Popen:
-  """Starts this program with so many fake devices."""
+  """Starts this program with the given number of fake devices."""
   argv = [sys.executable, '-m', 'benchmarks.scaling', f'--devices={devices}']
   fake = f'--xla_force_host_platform_device_count={devices}'
   env = os.environ | {'XLA_FLAGS': fake, 'JAX_PLATFORMS': 'cpu'}

@@ -1,4 +1,4 @@
-"""Side-by-side timing on a machine with other load."""
+"""Times functions side by side on a busy machine."""
 
 import time
 from collections.abc import Callable
@@ -11,8 +11,8 @@ def interleaved(
 ) -> dict[str, float]:
   """Returns the best time of each function in seconds, measured in turn.
 
-  In turn, a disturbance of the machine affects all of them; the best of many
-  repeats is one that it did not affect. Each is called once before, to compile.
+  Measured in turn, a disturbance affects all of them, and the best of many
+  repeats is one without it. Each is called once before, to compile.
   """
   for function in functions.values():
     jax.block_until_ready(function())

@@ -78,7 +78,7 @@ def main(argv):
     f'{_EXAMPLES.value} validation images'
   )
   rows = [row for workdir in argv[1:] for row in rows_of(workdir)]
-  header = ['run', 'threat', 'attack', 'loss', 'APGD-100', 'short']
+  header = ['run', 'threat', 'attack', 'loss', 'APGD-100', 'shortfall']
   print(f'\n{markdown_table(header, rows)}')
 
 

@@ -15,7 +15,7 @@ from launch import commands
 from launch.commands import FOLDER, MADE_BY, option, say
 from mwrobust.errors import UserError
 
-_PORT = 8476  # Of the coordinator, inside the cluster.
+_PORT = 8476  # The coordinator's port inside the cluster.
 # The images that Google recommends for JAX, where SkyPilot takes another one:
 # cloud.google.com/tpu/docs/runtimes
 _IMAGES = {
@@ -33,9 +33,13 @@ class Options(commands.NamedOptions):
   accelerators: str = option(
     None, "SkyPilot's name of a machine's devices: A100:8, tpu-v6e-16, ..."
   )
-  num_nodes: int = option(1, 'How many machines with GPUs.', 1)
-  infra: str = option('', 'Where: gcp, gcp/us-central1, ...; else anywhere.')
-  spot: bool = option(False, 'Cheaper, and may be taken away at any time.')
+  num_nodes: int = option(1, 'The number of GPU machines.', 1)
+  infra: str = option(
+    '', 'The cloud or region, such as gcp/us-central1; any by default.'
+  )
+  spot: bool = option(
+    False, 'Use spot machines, which are cheaper but may be preempted.'
+  )
 
   def __post_init__(self):
     super().__post_init__()
@@ -59,7 +63,7 @@ class Options(commands.NamedOptions):
 def task(options: Options) -> str:
   """Returns the task file of SkyPilot. JSON is YAML, and quotes everything."""
   run = '"$HOME/mwrobust/venv/bin/python" -m mwrobust.main'
-  if not options.is_tpu:  # JAX asks the TPU itself who is who.
+  if not options.is_tpu:  # JAX gets the process id from the TPU itself.
     run += (
       ' --coordinator_address='
       f'"$(echo "$SKYPILOT_NODE_IPS" | head -n1):{_PORT}"'

@@ -29,7 +29,7 @@ flags.disclaim_key_flags()  # `--help` shows those of the module that is run.
 
 
 def option(default: Any, text: str, at_least: int | None = None) -> Any:
-  """Returns a field of the options; without a default where that is None."""
+  """Returns a field of the options; required if `default` is None."""
   return dataclasses.field(
     default=dataclasses.MISSING if default is None else default,
     metadata={'help': text, 'at_least': at_least},
@@ -138,7 +138,7 @@ def output(
   Args:
     command: the words of the command, which gets no input.
     settled: whether the work is done; asked before each retry, as a command
-      that timed out may have done it nevertheless.
+      that timed out may have done it anyway.
 
   Returns:
     The output, '' if it is settled.

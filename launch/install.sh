@@ -1,5 +1,5 @@
 #!/bin/bash
-# Installs mwrobust on a machine that has it for its only work, with a Python
+# Installs mwrobust on a machine that is used for nothing else, with a Python
 # that is new enough: install.sh SOURCE EXTRAS
 set -euo pipefail
 

@@ -32,7 +32,7 @@ _OUTPUT = threading.Lock()
 class Options(commands.Options):
   """Holds the options of `python -m launch.local`."""
 
-  num_processes: int = option(2, 'How many workers.', 1)
+  num_processes: int = option(2, 'The number of workers.', 1)
 
 
 def build(
@@ -60,7 +60,7 @@ def launch(options: Options, main: Sequence[str] = MAIN) -> int:
     for restart in range(options.max_restarts + 1):
       if restart:
         say(f'Restart {restart} of {options.max_restarts}.')
-      # A port of its own for each try: the old one may linger.
+      # A new port for each try: the old one may linger.
       failed = _run(build(options, _free_port(), main), received)
       if failed is None:
         return 0

@@ -39,9 +39,9 @@ class Options(commands.NamedOptions):
   """Holds the options of `python -m launch.slurm`."""
 
   delete: bool = option(False, 'Cancel the job of this name.')
-  nodes: int = option(1, 'How many nodes.', 1)
+  nodes: int = option(1, 'The number of nodes.', 1)
   gpus_per_node: int = option(
-    1, 'How many GPUs, and so tasks, each node has.', 1
+    1, 'The number of GPUs, and so of tasks, per node.', 1
   )
 
 
@@ -98,7 +98,7 @@ def launch(options: Options) -> int:
     path = pathlib.Path(sbatch[-1])
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(script(options))
-    # A submission that timed out may be in the queue all the same.
+    # A submission that timed out may be in the queue anyway.
     submitted = commands.output(sbatch, settled=lambda: bool(jobs()))
     found = submitted.split() or jobs()
   say(f'Job {", ".join(found)}, log in {FOLDER}/{options.name}.')

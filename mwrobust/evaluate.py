@@ -19,10 +19,10 @@ from absl import flags
 
 from mwrobust import attacks, command_line, evaluation, reporting
 from mwrobust.attacks import spaces
-from mwrobust.data.archives import read_npz
 from mwrobust.errors import UserError, check_choice
 from mwrobust.importing import import_module_of
 from mwrobust.runtime import devices
+from mwrobust.runtime.archives import read_npz
 from mwrobust.runtime.signals import stop_signals
 
 _ARRAYS = (('images', 'labels'), ('x_test', 'y_test'), ('x', 'y'))
@@ -131,18 +131,7 @@ def _make_threat(space: str, norm: str, eps: float) -> attacks.Threat:
 
 def load_examples(path: str, count: int) -> tuple[np.ndarray, np.ndarray]:
   """Reads the images and labels of an .npz file."""
-  try:
-    arrays, there = read_npz(path, _ARRAYS)
-  except Exception as error:  # A damaged archive raises many kinds.
-    raise UserError(
-      f'--data={path} cannot be read ({error}): it must be an .npz file with '
-      'images and labels, as written by numpy.savez.'
-    ) from error
-  if not arrays:
-    raise UserError(
-      f'--data={path} has the arrays {", ".join(there) or "none"}: it must '
-      'have images and labels.'
-    )
+  arrays = read_npz(path, _ARRAYS, f'--data={path}')
   images, labels = map(np.atleast_1d, arrays)
   if count > len(labels):
     raise UserError(

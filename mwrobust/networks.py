@@ -49,24 +49,37 @@ def load(
       raise UserError(
         f'There is no {each}: give the path of a network without a suffix.'
       )
-  card = json.loads(of_card.read_text())
-  fields, spec = card['config']['model'], card['input']
-  if ':' in fields['name'] and model is None:
+  try:
+    card = json.loads(of_card.read_text())
+    name = card['config']['model']['name']
+    options = {
+      'num_classes': card['classes'],
+      'mean': card['input']['mean'],
+      'std': card['input']['std'],
+      **card['config']['model']['options'],
+    }
+    is_own = ':' in name
+  except (ValueError, KeyError, TypeError) as error:
+    raise _damaged(of_card, error) from error
+  if is_own and model is None:
     raise UserError(
-      f'{of_card} is of {fields["name"]}, which is not part of mwrobust: '
+      f'{of_card} is of {name}, which is not part of mwrobust: '
       'import that class and pass it, networks.load(path, model=...).'
     )
-  module = models.create(
-    model or fields['name'],
-    num_classes=card['classes'],
-    mean=spec['mean'],
-    std=spec['std'],
-    **fields['options'],
-  )
-  params = traverse_util.unflatten_dict(
-    safetensors.numpy.load(of_tensors.read_bytes()), sep='/'
-  )
+  module = models.create(model or name, **options)
+  try:
+    tensors = safetensors.numpy.load(of_tensors.read_bytes())
+  except safetensors.SafetensorError as error:
+    raise _damaged(of_tensors, error) from error
+  params = traverse_util.unflatten_dict(tensors, sep='/')
   return functools.partial(_logits, module), params, card
+
+
+def _damaged(path: epath.Path, error: Exception) -> UserError:
+  return UserError(
+    f'{path} is damaged ({type(error).__name__}: {error}): copy or export the '
+    'network again.'
+  )
 
 
 def _logits(module: Any, params: Variables, images: jax.Array) -> jax.Array:

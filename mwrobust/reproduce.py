@@ -37,11 +37,13 @@ def define_flags() -> None:
   command_line.define_config(
     'The config that all runs share; by default that of the table.'
   )
-  flags.DEFINE_enum(
-    'table', None, list(TABLES), 'The table to make; without it, lists them.'
+  flags.DEFINE_string(
+    'table', None, 'The table to make; without it, lists them.'
   )
   flags.DEFINE_list(
-    'seeds', ['0'], 'Seeds of each method: 0,1,2. Some use only the first.'
+    'seeds',
+    ['0'],
+    'The seeds of each method, such as 0,1,2; some methods use only the first.',
   )
   flags.DEFINE_list(
     'seeds_for',
@@ -52,18 +54,7 @@ def define_flags() -> None:
   flags.DEFINE_list(
     'methods', [], 'Only these methods of the table: multiplicative_weights,...'
   )
-  flags.DEFINE_string(
-    'workdir', 'runs/reproduce', 'Folder for the runs and the tables.'
-  )
-  flags.DEFINE_string(
-    'output',
-    None,
-    'Where to write the table, as OUTPUT.md, .html and .json; by default '
-    'beside its runs.',
-  )
-  flags.DEFINE_bool(
-    'dry_run', False, 'Only list the runs, with their cost and the time left.'
-  )
+  planning.define_flags('runs/reproduce')
 
 
 def main(argv: list[str]) -> None:
@@ -73,9 +64,9 @@ def main(argv: list[str]) -> None:
   if given.table is None:
     print('Choose one of these tables:')
     for name, table in TABLES.items():
-      methods = ', '.join(table.methods)
-      print(f'  --table={name:10} {table.config}: {methods}')
+      print(f'  --table={name:9}  {table.title:36} {table.config}')
     return
+  check_choice('--table', given.table, TABLES)
   if devices.among_slurm_tasks():
     raise UserError('Run this once, not in each task: srun --ntasks=1.')
   table = restrict(TABLES[given.table], given.methods)

@@ -271,16 +271,7 @@ def define_flags() -> None:
     list(evaluation.PROTOCOLS),
     'The protocol of the evaluations.',
   )
-  flags.DEFINE_string('workdir', 'runs/search', 'Folder for the runs.')
-  flags.DEFINE_string(
-    'output',
-    None,
-    'Where to write the table, as OUTPUT.md, .html and .json; by default '
-    'beside its runs.',
-  )
-  flags.DEFINE_bool(
-    'dry_run', False, 'Only list the runs, with their cost and the time left.'
-  )
+  planning.define_flags('runs/search')
 
 
 def main(argv: list[str]) -> None:

@@ -75,7 +75,7 @@ def test_the_last_h_are_kept_oldest_first(start, open_in, tmp_path):
     checkpoints.save(after(start, t))
   for found, t in zip(last(tmp_path, 3, start), (3, 4, 5), strict=True):
     assert_same(found, after(start, t))
-  with pytest.raises(UserError, match=r'outer steps \[3, 4, 5\], but 4 are'):
+  with pytest.raises(UserError, match=r'checkpoints .*\[3, 4, 5\].* 4 '):
     last(tmp_path, 4, start)
 
 
@@ -90,7 +90,7 @@ def test_reading_leaves_a_save_that_is_under_way_alone(
 
 
 def test_no_checkpoints_are_told_and_not_made(start, tmp_path):
-  with pytest.raises(UserError, match=r'nothing has no checkpoints: train'):
+  with pytest.raises(UserError, match=f'{tmp_path}/nothing'):
     last(tmp_path / 'nothing', 1, start)
   assert not (tmp_path / 'nothing').exists()
 
@@ -225,7 +225,7 @@ def test_what_cannot_be_read_just_now_is_not_put_aside(
 def test_all_damaged_is_no_fresh_start(start, open_in, tmp_path):
   open_in().save(after(start, 1))
   damage(tmp_path / 'checkpoints' / '1', truncate)
-  with pytest.raises(UserError, match=r'No checkpoint in .* can be read'):
+  with pytest.raises(UserError, match=str(tmp_path)):
     open_in().restore(start, lambda text: None)
 
 
@@ -252,7 +252,7 @@ def test_a_full_disk_is_told_and_the_last_checkpoint_stays(
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
   monkeypatch.setattr(checkpoints._outer, 'save', full)
-  with pytest.raises(UserError, match=r'No space left.*Free some space'):
+  with pytest.raises(UserError, match=r'checkpoints.*No space left'):
     checkpoints.save(after(start, 2))
   # Its threads print nothing more.
   sys.unraisablehook(types.SimpleNamespace(exc_value=OSError('and again')))
@@ -283,5 +283,5 @@ def test_a_window_with_a_gap_is_no_window(start, open_in, tmp_path):
   checkpoints = open_in(keep=None)
   for t in (1, 2, 4):
     checkpoints.save(after(start, t))
-  with pytest.raises(UserError, match=r'lacks one of its last 3 outer steps'):
+  with pytest.raises(UserError, match=r'checkpoints .* 3 .*\[1, 2, 4\]'):
     last(tmp_path, 3, start)

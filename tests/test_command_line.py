@@ -87,6 +87,7 @@ def test_reproduce_without_a_table_lists_them():
   assert result.returncode == 0
   tables = re.findall(r'--table=(\w+)', result.stdout)
   assert {'mnist', 'cifar10', 'restarts', 'time'} <= {*tables}
+  assert max(map(len, result.stdout.splitlines())) <= 80
 
 
 @pytest.mark.parametrize(

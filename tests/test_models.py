@@ -205,9 +205,9 @@ def test_impossible_depth_and_channels_are_explained():
   model = models.create(
     'resnet_v1_50', num_classes=10, mean=MEAN, std=STD, depth=18
   )
-  with pytest.raises(UserError, match=r'depth = 18 .* 6n \+ 2'):
+  with pytest.raises(UserError, match='depth = 18'):
     model.init(jax.random.key(0), IMAGES, train=False)
-  with pytest.raises(UserError, match='1 channels, but mean = '):
+  with pytest.raises(UserError, match=r' 1 .*mean = '):
     small('cnn').init(jax.random.key(0), IMAGES[..., :1], train=False)
 
 
@@ -334,7 +334,7 @@ def test_own_module_without_train_or_num_classes(own):
     logits, _ = logits_of(model, variables, train=train)
     assert (logits.shape, logits.dtype) == ((6, 5), jnp.float32)
   model = models.create('my_nets:Plain', num_classes=7, mean=MEAN, std=STD)
-  with pytest.raises(UserError, match=r'Plain returned \(6, 5\) .* 7 classes'):
+  with pytest.raises(UserError, match=r'Plain .*\(6, 5\) .* 7 '):
     model.init(jax.random.key(0), IMAGES, train=False)
 
 
@@ -345,7 +345,7 @@ def test_own_module_is_static_and_hashable(own):
   assert hash(model) == hash(same)
   assert model != other
   assert hash(own('my_nets:Needy', depth=1, settings={'a': [1, {'b': 2}]}))
-  with pytest.raises(UserError, match=r'my_nets:Needy .*not hashable'):
+  with pytest.raises(UserError, match=r'my_nets:Needy .*depth'):
     own('my_nets:Needy', depth=np.zeros(3))
   variables = model.init(jax.random.key(0), IMAGES, train=False)
   _, _, gradients = run(model, variables, IMAGES, train=False)
@@ -376,5 +376,5 @@ def test_own_module_that_cannot_be_made(own, name, options, message):
 
 def test_own_module_that_returns_no_logits(own):
   model = own('my_nets:Needy', depth=3)
-  with pytest.raises(UserError, match='Needy returned tuple for 6 images'):
+  with pytest.raises(UserError, match=r'Needy .*tuple'):
     model.init(jax.random.key(0), IMAGES, train=False)

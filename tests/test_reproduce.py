@@ -552,15 +552,13 @@ def rows_of_plan(planned):
   """Returns the status and the gradients left, by run."""
   text, left = planning.describe(planned)
   (table,) = tables_of(text)
-  rows = {
-    pathlib.Path(name).name: (
-      cells['status'],
-      int(cells['left'].replace(',', '')),
-    )
-    for name, cells in table.items()
-  }
-  assert left == sum(count for _, count in rows.values())
-  return rows
+  costs = {run.workdir.name: planning.cost(run) for run in planned}
+  assert list(table) == list(costs)
+  for name, (status, *counts) in costs.items():
+    shown = [f'{count / 1e6:,.1f}' for count in counts]
+    assert [*table[name].values()] == [name, status, *shown]
+  assert left == sum(cost.left for cost in costs.values())
+  return {name: (cost.status, cost.left) for name, cost in costs.items()}
 
 
 def test_what_is_left_is_what_is_not_done(tiny_run, tmp_path):
@@ -753,6 +751,7 @@ def run_reproduce(*words, cwd=ROOT):
   [
     (['--table=mnist', '--seeds=0,x'], '--seeds=0,x'),
     (['--table=mnist', '--methods=gredy'], "--methods = 'gredy'"),
+    (['--table=mani'], "Did you mean 'maini'?"),
   ],
 )
 def test_what_cannot_be_made_is_refused(words, message):
@@ -795,12 +794,11 @@ def test_a_dry_run_lists_and_writes_nothing(little, tmp_path):
   assert result.returncode == 0, result.stderr
   assert list(tmp_path.iterdir()) == []
   (table,) = tables_of(result.stdout)
-  folder = pathlib.Path('runs/reproduce/little')
   assert list(table) == [
-    str(folder / f'{policy}-seed{seed}')
-    for policy in POLICIES
-    for seed in (0, 1)
+    f'{policy}-seed{seed}' for policy in POLICIES for seed in (0, 1)
   ]
+  assert 'runs/reproduce/little:' in result.stdout
+  assert max(map(len, result.stdout.splitlines())) <= 80
   steps = 6 * 2  # Of all threats.
   training = 4 * 120 * (2 + 1) + 4 * 30 * steps
   for name, cells in table.items():
@@ -810,9 +808,9 @@ def test_a_dry_run_lists_and_writes_nothing(little, tmp_path):
     # With one start, then with 20.
     cost = (1 + 20) * 30 * networks * ONCE
     more = 30 * steps if 'greedy' in name else 0
-    assert cells['training'] == f'{training + more:,}'
-    assert cells['evaluation'] == f'{cost:,.0f}'
-  assert re.search(r'\d:\d\d left in total\.', result.stdout)
+    assert cells['training'] == f'{(training + more) / 1e6:,.1f}'
+    assert cells['evaluation'] == f'{cost / 1e6:,.1f}'
+  assert re.search(r'\d:\d\d\sleft\sin\stotal\.', result.stdout)
 
 
 def test_only_what_is_missing_is_trained(made, tiny_run):

@@ -92,7 +92,11 @@ def test_the_default_job_starts_without_a_checkout(start):
 
 @pytest.mark.parametrize(
   ('words', 'expected'),
-  [(('main', '--help'), '--config'), (('reproduce',), '--table=mnist')],
+  [
+    (('main', '--help'), '--config'),
+    (('reproduce',), '--table=mnist'),
+    (('reproduce', '--table=maini', '--dry_run'), 'msd-seed0'),
+  ],
 )
 def test_the_programs_find_their_configs(words, expected, start):
   process = start(*words)

@@ -200,8 +200,8 @@ def check(
     worst = float(jnp.max(jnp.abs(back - images), initial=0.0))
     require(
       worst <= 1e-3,  # False for NaN.
-      f'The inverse of space {space.name!r} is not one: inverse(forward(x)) '
-      f'differs from x by {worst:.2g}.',
+      f'The inverse of space {space.name!r} does not invert forward: '
+      f'inverse(forward(x)) differs from x by {worst:.2g}.',
     )
     if space.orthonormal:
       before, after = (

@@ -19,7 +19,7 @@ When that test fails, XLA no longer needs this module: delete it.
 
 import functools
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import jax
 import jax.core
@@ -78,7 +78,7 @@ def eval_jaxpr(
       if found != expected:
         raise ValueError(f'{found} instead of {expected}')
       return results
-    except Exception as error:  # Whatever a newer JAX may do to its internals.
+    except Exception as error:  # A newer JAX may have changed its internals.
       warnings.warn(
         'Convolutions inside loops stay slow with this version of JAX: '
         f'{type(error).__name__}: {error}',
@@ -179,13 +179,22 @@ def _is_slow(jaxpr: core.Jaxpr) -> bool:
     if name == 'conv_general_dilated':
       numbers = eqn.params['dimension_numbers']
       return numbers != _fast_form(len(numbers.lhs_spec))
-    keys = (_CALLS[name],) if name in _CALLS else _BODIES.get(name, ())
-    inner = []
-    for key in keys:
-      _map_jaxprs(inner.append, eqn.params[key])
-    return any(_is_slow(_open(jaxpr)[0]) for jaxpr in inner)
+    is_slow = any(map(_is_slow, _inner_jaxprs(eqn)))
+    if is_slow and name not in {*_CALLS, *_BODIES}:
+      warnings.warn(f'Convolutions inside {name} stay slow.', stacklevel=2)
+      return False
+    return is_slow
 
-  return any(map(eqn_is_slow, jaxpr.eqns))
+  # A list, because each unknown primitive has to be seen for its warning.
+  found = [eqn_is_slow(eqn) for eqn in jaxpr.eqns]
+  return any(found)
+
+
+def _inner_jaxprs(eqn: core.JaxprEqn) -> Iterator[core.Jaxpr]:
+  for param in eqn.params.values():
+    for each in param if isinstance(param, tuple) else (param,):
+      if isinstance(each, core.ClosedJaxpr | core.Jaxpr):
+        yield _open(each)[0]
 
 
 def _rewrite(body: core.ClosedJaxpr) -> core.ClosedJaxpr:

@@ -88,7 +88,7 @@ class Ball:
   norm: norms.Norm
 
   def random_start(self, noise: Array, eps: Array) -> Array:
-    """Returns a uniform point of the ball, still to be settled or projected."""
+    """Returns a uniform point of the ball before it is settled or projected."""
     return self.norm.random_start(noise, eps)
 
   def ascend(

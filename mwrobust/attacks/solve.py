@@ -223,11 +223,11 @@ def _solve(
       more = number < tries
       return more & ~jnp.all(tried.best.fooled) if stops_early else more
 
-    def go_on(state):
+    def attempt_next(state):
       number, tried = state
       return number + 1, attempt(number, tried)
 
-    _, tried = lax.while_loop(goes_on, go_on, (jnp.int32(0), nothing))
+    _, tried = lax.while_loop(goes_on, attempt_next, (jnp.int32(0), nothing))
   length = _choose([NORMS[threat.norm] for threat, _ in pairs], index).length
   best, stuck, spent = lax.stop_gradient(tried)
   found = lax.stop_gradient(problem.final_images(best.delta))

@@ -59,7 +59,8 @@ def _separable(image: Array, rows: np.ndarray, columns: np.ndarray) -> Array:
   """Computes `rows @ image @ columns^T` for each channel.
 
   Two small matmuls are several times faster than the FFT at 28 and 32 pixels.
-  In TF32 or bfloat16 the inverse would not be one, hence full precision.
+  In TF32 or bfloat16 the inverse would be inaccurate, so full precision is
+  used.
   """
   return jnp.einsum(
     'uh,hwc,vw->uvc', rows, image, columns, precision=jax.lax.Precision.HIGHEST

@@ -2,7 +2,7 @@
 
 Andriushchenko et al., "Square Attack" (2020). In every query each example draws
 a window of its coefficients, perturbs it, and keeps the result if the margin
-falls. Windows are drawn for each example, so that its fate does not depend on
+falls. Windows are drawn for each example, so that its result does not depend on
 the batch, and they reach every row and column. For l1 every other query moves
 the mass of one coefficient to another, which finds far more than windows alone.
 """
@@ -22,9 +22,12 @@ from mwrobust.attacks.problem import Best, Problem, Tried, better, judge
 
 Array = jax.Array
 
-_SHARE = 0.8  # Of the coefficients, what the first window covers,
-_HALVES = (10, 50, 200, 500, 1000, 2000, 4000, 6000, 8000)  # halved after.
-_TILES = 5  # l2 and l1 start with so many windows along a side.
+# The share of the coefficients that the first window covers.
+_SHARE = 0.8
+# The share is halved after each of these queries.
+_HALVES = (10, 50, 200, 500, 1000, 2000, 4000, 6000, 8000)
+# The number of windows along a side at the start, for l2 and l1.
+_TILES = 5
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -32,8 +35,8 @@ class Square:
   """The Square attack; made by `square`.
 
   Attributes:
-    queries: forward passes of a try.
-    restarts: random starts.
+    queries: the number of forward passes of a try.
+    restarts: the number of random starts.
   """
 
   queries: int
@@ -46,12 +49,12 @@ class Square:
 
   @property
   def tries(self) -> int:
-    """How often it runs."""
+    """The number of runs: one from each start."""
     return self.restarts
 
   @property
   def stops_early(self) -> bool:
-    """An example that is fooled is left alone."""
+    """True: the attack skips examples that are already fooled."""
     return True
 
   def prepare(self, problem: Problem, eps: float, norm: norms.Norm):
@@ -60,12 +63,12 @@ class Square:
 
 
 def square(queries: int = 5000, *, restarts: int = 1) -> Square:
-  """The Square attack: see `Square` for the arguments."""
+  """Returns the Square attack; see `Square` for the arguments."""
   return Square(queries=queries, restarts=restarts)
 
 
 class _Search(NamedTuple):
-  """Where a search is: after so many queries, and the best so far."""
+  """The state of a search: the number of queries and the best result so far."""
 
   query: Array
   best: Best
@@ -137,7 +140,7 @@ def _sides(queries: int, grid: '_Grid', smallest: int) -> np.ndarray:
 
 
 class _Grid(NamedTuple):
-  """The coefficients as [height, width, channels], padded where need be."""
+  """The coefficients as [height, width, channels], padded if necessary."""
 
   height: int
   width: int
@@ -160,7 +163,7 @@ class _Grid(NamedTuple):
     return values.ravel()[: self.size]
 
   def window(self, corner: Array, side: Array) -> tuple[Array, Array]:
-    """Returns each row's and each column's place in a window.
+    """Returns the offset of each row and column from the window's corner.
 
     Args:
       corner: two uniform numbers in [0, 1).
@@ -173,14 +176,14 @@ class _Grid(NamedTuple):
     return rows[:, None, None], columns[None, :, None]
 
   def at(self, row: Array, column: Array) -> Array:
-    """Returns where this row and column are."""
+    """Returns a mask of the coefficient in this row and column."""
     rows = jnp.arange(self.height) == row
     columns = jnp.arange(self.width) == column
     return (rows[:, None] & columns[None, :])[..., None]
 
 
 def _draw(mass: Array, random: Array) -> Array:
-  """Draws an index by how much mass it has."""
+  """Draws an index with a probability proportional to its mass."""
   until = jnp.cumsum(mass)
   return jnp.minimum(jnp.sum(until < random * until[-1]), len(mass) - 1)
 
@@ -195,7 +198,7 @@ def _signs(random: Array) -> Array:
 
 
 class _Linf:
-  """Windows of +-eps."""
+  """Proposes windows filled with +eps or -eps, for linf."""
 
   smallest = 1  # The smallest side of a window.
 
@@ -221,7 +224,7 @@ class _Linf:
   ) -> Array:
     """Fills a window with one sign for each channel.
 
-    Where that would change nothing, the opposite signs do.
+    If that would change nothing, it uses the opposite signs.
     """
     del query
     corner, signs = random[:2], _signs(random[2:]).reshape(1, 1, -1)
@@ -232,9 +235,9 @@ class _Linf:
 
 
 class _Mass:
-  """l2 and l1: mass moves from one window to another."""
+  """Proposes to move mass from one window to another, for l2 and l1."""
 
-  smallest = 3  # Smaller ones have hardly any mass to move.
+  smallest = 3  # Smaller windows have hardly any mass to move.
 
   def __init__(self, grid: _Grid, norm: norms.Norm):
     self.grid = grid
@@ -250,16 +253,16 @@ class _Mass:
     return norms.total((jnp.abs(delta) ** self.power).ravel())
 
   def of_mass(self, delta: Array, mass: Array) -> Array:
-    """Returns the delta, scaled to that mass."""
+    """Returns delta, scaled to the given mass."""
     ratio = mass / jnp.maximum(self.mass(delta), 1e-30)
     return delta * ratio ** (1 / self.power)
 
   def bump(
     self, rows: Array, columns: Array, side: Array, axis: Array, rim: Array
   ):
-    """Returns two hills of opposite signs, less the height of the rim.
+    """Returns two hills of opposite signs, minus the height of the rim.
 
-    They are below each other, or beside each other.
+    One is below the other or beside it.
     """
     down, by_row = self.hills(rows, side[0], axis)
     right, by_column = self.hills(columns, side[1], ~axis)
@@ -277,7 +280,7 @@ class _Mass:
     return jnp.where(second, -1, 1), height
 
   def start(self, random: Array, eps: Array) -> Array:
-    """Returns a grid of bumps, far outside of the ball.
+    """Returns a grid of bumps, far outside the ball.
 
     Their projection onto it is sparse with l1.
     """
@@ -304,7 +307,7 @@ class _Mass:
   ) -> Array:
     """Moves mass: from window to window, or from one coefficient to another.
 
-    What the bounds have cut off the perturbation is given back to it as well.
+    Mass that the bounds cut off is redistributed as well.
     """
     unused = jnp.maximum(eps**self.power - self.mass(delta), 0)
     if self.power == 2:
@@ -351,9 +354,9 @@ class _Mass:
   ) -> Array:
     """Moves the mass of one window to another, on top of a new bump.
 
-    Under l2 every other bump goes down to 0 at the rim of its window, as the
+    Under l2 every other bump falls to 0 at the rim of its window, as the
     original's do: such a peak crosses the steps of a network that rounds its
-    input. The others, which are flatter, climb faster where all is smooth.
+    input. The others, which are flatter, climb faster on smooth networks.
     """
     corners, axis, signs = random[1:5], random[5] < 0.5, _signs(random[6:])
     peaked = (random[0] < 0.5) & (self.power == 2)

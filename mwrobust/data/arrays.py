@@ -1,4 +1,4 @@
-"""The arrays of a data set, and the checks of every source."""
+"""The arrays of a data set, and checks that all sources share."""
 
 from collections.abc import Iterable
 from typing import Any, NamedTuple

@@ -5,10 +5,10 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from mwrobust.data.archives import read_npz
 from mwrobust.data.arrays import Split, make_split, stack
 from mwrobust.data.order import permutation
 from mwrobust.errors import UserError
+from mwrobust.runtime.archives import read_npz
 
 # The names of the arrays in an .npz file: ours and those of Keras.
 ARRAYS = (
@@ -46,20 +46,9 @@ def load(path: pathlib.Path, source: str) -> tuple[Split, Split]:
 
 
 def _load_npz(path: pathlib.Path, source: str) -> tuple[Split, Split]:
-  try:
-    found, there = read_npz(path, ARRAYS)
-  except Exception as error:  # A damaged archive raises many kinds.
-    raise UserError(
-      f'{source} cannot be read ({error}): it must be an .npz file of plain '
-      'arrays, as written by numpy.savez.'
-    ) from error
-  if not found:
-    wanted = ', or '.join(', '.join(names) for names in ARRAYS)
-    raise UserError(
-      f'{source} has the arrays {", ".join(there) or "none"}: it must have '
-      f'{wanted}.'
-    )
-  train_images, train_labels, test_images, test_labels = found
+  train_images, train_labels, test_images, test_labels = read_npz(
+    path, ARRAYS, source
+  )
   return (
     make_split(train_images, train_labels, f'{source} (train)'),
     make_split(test_images, test_labels, f'{source} (test)'),

@@ -7,10 +7,10 @@ import zlib
 
 import numpy as np
 
-from mwrobust.data.archives import unpack
 from mwrobust.data.arrays import Split
 from mwrobust.data.order import permutation
 from mwrobust.errors import UserError
+from mwrobust.runtime.archives import unpack
 
 # Bytes and md5 of the published files after decompression, because mirrors
 # recompress the archives but do not change their contents.

@@ -16,11 +16,11 @@ import os
 from typing import Any
 
 import numpy as np
-from etils import epath
 
 from mwrobust.attacks import Threat
 from mwrobust.errors import UserError
 from mwrobust.runtime import files
+from mwrobust.runtime.archives import read_npz
 
 STANDING = -1  # In `Outcomes.fell`.
 
@@ -273,12 +273,11 @@ class Outcomes:
   @classmethod
   def load(cls, path: str | os.PathLike) -> 'Outcomes':
     """Reads what `save` wrote, or raises a UserError."""
+    names = tuple(field.name for field in dataclasses.fields(cls))
+    settings, *arrays = read_npz(path, [names], f'The evaluation {path}')
     try:
-      data = io.BytesIO(epath.Path(path).read_bytes())
-      with np.load(data, allow_pickle=False) as arrays:
-        fields = {f.name: arrays[f.name] for f in dataclasses.fields(cls)}
-      return cls(**fields | {'settings': json.loads(str(fields['settings']))})
-    except Exception as e:  # A torn archive raises many kinds of exception.
+      return cls(json.loads(str(settings)), *arrays)
+    except ValueError as e:
       raise UserError(f'{path} cannot be read as an evaluation ({e}).') from e
 
 

@@ -3,6 +3,7 @@
 import functools
 import json
 import math
+import textwrap
 import time
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -10,6 +11,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import ml_collections
+from absl import flags
 from etils import epath
 
 from mwrobust import config as config_lib
@@ -21,7 +23,27 @@ from mwrobust.runtime import files
 from mwrobust.runtime.progress import format_duration
 from mwrobust.training import loop, setup
 
+flags.disclaim_key_flags()  # `--help` shows them as those of the program.
+
 WAIT = 20.0  # Seconds between two checks of runs that other processes make.
+
+
+def define_flags(workdir: str) -> None:
+  """Defines the flags of every program that makes a table.
+
+  Args:
+    workdir: the default folder.
+  """
+  flags.DEFINE_string('workdir', workdir, 'Folder for the runs and the tables.')
+  flags.DEFINE_string(
+    'output',
+    None,
+    'Where to write the table, as OUTPUT.md, .html and .json; by default '
+    'beside its runs.',
+  )
+  flags.DEFINE_bool(
+    'dry_run', False, 'Only list the runs, with their cost and the time left.'
+  )
 
 
 class PlannedRun(NamedTuple):
@@ -178,6 +200,32 @@ def load(run: PlannedRun) -> runs.Run:
   )
 
 
+class Cost(NamedTuple):
+  """The cost of a run in gradient evaluations.
+
+  Attributes:
+    status: see `status`.
+    training: the whole training.
+    evaluation: an upper bound; see `gradient_evaluations`.
+    left: what has not been done yet.
+  """
+
+  status: str
+  training: int
+  evaluation: int
+  left: int
+
+
+def cost(run: PlannedRun) -> Cost:
+  """Returns the cost of a run, and how much of it is left."""
+  training, evaluation = gradient_evaluations(run.config)
+  word, trained = status(run)
+  left = 0
+  if word not in ('done', 'diverged'):
+    left = round(max(0, training - trained) + evaluation)
+  return Cost(word, training, evaluation, left)
+
+
 def describe(planned: Sequence[PlannedRun]) -> tuple[str, int]:
   """Describes the runs with their cost.
 
@@ -188,22 +236,28 @@ def describe(planned: Sequence[PlannedRun]) -> tuple[str, int]:
   """
   for run in planned:
     setup.refuse_another_run(run.workdir, run.config)
-  rows, left = [], 0
-  for run in planned:
-    training, evaluation = gradient_evaluations(run.config)
-    word, trained = status(run)
-    remaining = 0
-    if word not in ('done', 'diverged'):
-      remaining = round(max(0, training - trained) + evaluation)
-    left += remaining
-    costs = (f'{cost:,}' for cost in (training, evaluation, remaining))
-    rows.append([str(run.workdir), word, *costs])
-  header = ['run', 'status', 'training', 'evaluation', 'left']
-  return (
-    document.markdown_table(header, rows)
-    + '\n\nIn gradient evaluations: one image once forward and back. The '
-    'evaluation takes less if images are fooled early.'
-  ), left
+  costs = [cost(run) for run in planned]
+  folder = next(
+    parent
+    for parent in planned[0].workdir.parents
+    if all(parent in run.workdir.parents for run in planned)
+  )
+  rows = [
+    [
+      str(run.workdir.relative_to(folder)),
+      word,
+      *(f'{count / 1e6:,.1f}' for count in counts),
+    ]
+    for run, (word, *counts) in zip(planned, costs, strict=True)
+  ]
+  table = document.markdown_table(['run', *Cost._fields], rows)
+  note = textwrap.fill(
+    'In millions of gradient evaluations: one image once forward and back. The '
+    'evaluation takes less if images are fooled early.',
+    width=80,
+  )
+  left = sum(each.left for each in costs)
+  return f'The runs in {folder}:\n\n{table}\n\n{note}', left
 
 
 def announce(planned: Sequence[PlannedRun], say: Callable[[str], None]) -> None:
@@ -216,11 +270,12 @@ def announce(planned: Sequence[PlannedRun], say: Callable[[str], None]) -> None:
   text, left = describe(planned)
   say(text)
   seconds = seconds_per_gradient(planned[0].config)
-  say(
-    f'{1 / seconds:,.0f} of them per second in a probe on one device, '
-    f'{jax.devices()[0].device_kind}: at most about '
+  time_left = (
+    f'{1 / seconds:,.0f} gradient evaluations per second, measured on one '
+    f'device ({jax.devices()[0].device_kind}): at most about '
     f'{format_duration(left * seconds)} left in total.'
   )
+  say(textwrap.fill(time_left, width=80))
 
 
 # -------------------------------------------------------------------- the runs

@@ -32,6 +32,7 @@ class TablePlan(NamedTuple):
       paper's figures; `'comparison'`, one table with the cost of training; or
       `'time'`.
     fields: config fields, unless the command line sets them.
+    title: what the table shows, in a few words.
   """
 
   methods: Mapping[str, tuple[str, ...]]
@@ -41,6 +42,7 @@ class TablePlan(NamedTuple):
   one_seed: tuple[str, ...] = ()
   section: str = 'accuracy'
   fields: Mapping[str, Any] = {}
+  title: str = ''
 
 
 _POLICIES = {
@@ -66,22 +68,46 @@ _COMPARISON = TablePlan(
 )
 _TWO = _COMPARISON._replace(methods=dict.fromkeys(RIVALS[:2], ()))
 TABLES = {
-  'maini': _COMPARISON._replace(config='mnist.py:maini,cnn'),
-  'balanced': _COMPARISON._replace(config='mnist.py:balanced,cnn'),
-  'released': _TWO._replace(config='mnist.py:released,cnn'),
-  'paper': _TWO._replace(config='mnist.py:cnn'),
+  'maini': _COMPARISON._replace(
+    config='mnist.py:maini,cnn', title='all methods, radii of Maini et al.'
+  ),
+  'balanced': _COMPARISON._replace(
+    config='mnist.py:balanced,cnn', title='all methods, equally hard radii'
+  ),
+  'released': _TWO._replace(
+    config='mnist.py:released,cnn', title='two methods, the released radii'
+  ),
+  'paper': _TWO._replace(
+    config='mnist.py:cnn', title="two methods, the paper's radii"
+  ),
   # The tables of the paper. --config=configs/cifar10.py is its full setting.
-  'cifar10': TablePlan(_POLICIES, config='cifar10.py:small'),
+  'cifar10': TablePlan(
+    _POLICIES, config='cifar10.py:small', title="the paper's CIFAR-10 table"
+  ),
   # Also has training against one threat, which the paper's table does not.
   'mnist': TablePlan(
-    _POLICIES | dict.fromkeys(_SINGLE, ()), one_seed=tuple(_SINGLE)
+    _POLICIES | dict.fromkeys(_SINGLE, ()),
+    one_seed=tuple(_SINGLE),
+    title="the paper's MNIST table",
   ),
   'tradeoff': TablePlan(
-    _SINGLE, ('pixel_linf', 'dct_linf', 'natural'), config='cifar10.py'
+    _SINGLE,
+    ('pixel_linf', 'dct_linf', 'natural'),
+    config='cifar10.py',
+    title='training against one threat alone',
   ),
-  'restarts': TablePlan(_POLICIES, protocol='paper-20'),
-  'time': TablePlan(dict.fromkeys(_SINGLE | _POLICIES, ()), section='time'),
-  'convexity': TablePlan({'multiplicative_weights': ('ensemble',)}),
+  'restarts': TablePlan(
+    _POLICIES, protocol='paper-20', title='attacks with 20 random starts'
+  ),
+  'time': TablePlan(
+    dict.fromkeys(_SINGLE | _POLICIES, ()),
+    section='time',
+    title='the hours of training',
+  ),
+  'convexity': TablePlan(
+    {'multiplicative_weights': ('ensemble',)},
+    title='one averaged network or an ensemble',
+  ),
 }
 
 

@@ -1,1 +1,1 @@
-"""The surroundings of a run: devices, files, metrics, progress, signals."""
+"""Utilities of a run: devices, files, metrics, progress and signals."""

@@ -52,8 +52,8 @@ def progress_line(
   Args:
     step: steps done.
     total: steps in the whole run.
-    images_per_second: None where it is not known yet.
-    seconds_left: None where it is not known yet.
+    images_per_second: None if it is not known yet.
+    seconds_left: None if it is not known yet.
     width: columns to fill with a bar and not to exceed; None for no bar.
     note: what the run is doing.
     counted: whether steps are something the reader can count.
@@ -104,7 +104,7 @@ class Progress:
     Args:
       total: steps in the whole run, or its cost in any unit.
       log_every: steps between two lines in a log file; a terminal is redrawn
-        some five times a second.
+        about five times a second.
       start: steps done before this process began.
       batch_size: images in a step; None if a step is not a mini batch: then
         only the share done and the time left are shown.
@@ -206,7 +206,7 @@ class Progress:
     )
 
   def _show(self, text: str) -> None:
-    # A terminal that has gone away must not end a training of days.
+    # A terminal that has gone away must not end a run that takes days.
     with contextlib.suppress(OSError):
       self._stream.write(text)
       self._stream.flush()

@@ -10,19 +10,22 @@ import os
 import pathlib
 import tarfile
 import zipfile
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import IO
 
 import numpy as np
+from etils import epath
 from numpy.lib import format as npy
+
+from mwrobust.errors import UserError
 
 # Allowed in an archive besides the wanted files: headers, a readme.
 _MOST_EXTRA_BYTES = 2**20
 
 
 def read_npz(
-  path: str | os.PathLike, choices: Iterable[tuple[str, ...]]
-) -> tuple[list[np.ndarray], list[str]]:
+  path: str | os.PathLike, choices: Sequence[tuple[str, ...]], source: str
+) -> list[np.ndarray]:
   """Reads some arrays of an .npz file.
 
   Pickles are never read, because a pickle can run any program.
@@ -30,38 +33,50 @@ def read_npz(
   Args:
     path: the file.
     choices: sets of names; the first set of which the file has all is read.
-
-  Returns:
-    The arrays, [] if the file has none of the sets, and the names of all arrays
-    in the file.
+    source: what the user asked for, for error messages.
 
   Raises:
-    Exception: of many kinds, if the file is damaged; ValueError if an array
-      does not match its header, or does not fit into memory.
+    UserError: if the file is damaged or has none of the sets, or if an array
+      does not match its header or does not fit into memory.
   """
-  with zipfile.ZipFile(path) as archive:
-    members = {
-      info.filename.removesuffix('.npy'): info for info in archive.infolist()
-    }
-    names = next((each for each in choices if {*each} <= {*members}), ())
-    total = 0
-    for name in names:
-      with archive.open(members[name]) as file:
-        total += _declared_size(file, members[name].file_size, name)
-    memory = os.sysconf('SC_PHYS_PAGES') * os.sysconf('SC_PAGE_SIZE')
-    if total > memory:
-      raise ValueError(
-        f'{", ".join(names)} have {total:,} bytes; the memory has {memory:,}'
-      )
-    arrays = []
-    for name in names:
-      with archive.open(members[name]) as file:
-        arrays.append(npy.read_array(file, allow_pickle=False))
-  return arrays, list(members)
+  try:
+    with (
+      epath.Path(path).open('rb') as file,
+      zipfile.ZipFile(file) as archive,
+    ):
+      members = {
+        info.filename.removesuffix('.npy'): info for info in archive.infolist()
+      }
+      names = next((each for each in choices if {*each} <= {*members}), ())
+      total = sum(members[name].file_size for name in names)
+      memory = os.sysconf('SC_PHYS_PAGES') * os.sysconf('SC_PAGE_SIZE')
+      if total > memory:
+        raise ValueError(
+          f'{", ".join(names)} have {total:,} bytes; the memory has {memory:,}'
+        )
+      for name in names:
+        with archive.open(members[name]) as array:
+          _check_header(array, members[name].file_size, name)
+      arrays = []
+      for name in names:
+        with archive.open(members[name]) as array:
+          arrays.append(npy.read_array(array, allow_pickle=False))
+  except Exception as error:  # A damaged archive raises many kinds.
+    raise UserError(
+      f'{source} cannot be read ({error}): it must be an .npz file of plain '
+      'arrays, as written by numpy.savez.'
+    ) from error
+  if not arrays:
+    wanted = ', or '.join(', '.join(names) for names in choices)
+    raise UserError(
+      f'{source} has the arrays {", ".join(members) or "none"}: it must have '
+      f'{wanted}.'
+    )
+  return arrays
 
 
-def _declared_size(file: zipfile.ZipExtFile, size: int, name: str) -> int:
-  """Returns the bytes of an array by its header, and checks their number.
+def _check_header(file: IO[bytes], size: int, name: str) -> None:
+  """Raises a ValueError if the header of an array does not fit its file.
 
   Args:
     file: the file, at the start of the header.
@@ -69,11 +84,13 @@ def _declared_size(file: zipfile.ZipExtFile, size: int, name: str) -> int:
     name: the name of the array.
   """
   version = npy.read_magic(file)
-  if version not in ((1, 0), (2, 0)):
-    raise ValueError(f'{name} has version {version} of the format')
-  is_first = version == (1, 0)
-  read = npy.read_array_header_1_0 if is_first else npy.read_array_header_2_0
-  shape, _, dtype = read(file)
+  # The headers of later versions can have gigabytes; plain arrays need none.
+  if version != (1, 0):
+    raise ValueError(f'{name} has version {version} of the format, not (1, 0)')
+  try:
+    shape, _, dtype = npy.read_array_header_1_0(file)
+  except ValueError as error:  # Its text may advise to trust the file.
+    raise ValueError(f'{name} has a damaged header') from error
   if dtype.hasobject:
     raise ValueError(f'{name} holds Python objects')
   found = size - file.tell()
@@ -82,7 +99,6 @@ def _declared_size(file: zipfile.ZipExtFile, size: int, name: str) -> int:
     raise ValueError(
       f'{name} is {dtype} {list(shape)}, {declared:,} bytes, but has {found:,}'
     )
-  return declared
 
 
 def unpack(
@@ -119,7 +135,7 @@ def unpack(
 
 
 class _Limited:
-  """A file that raises a ValueError after so many bytes."""
+  """A file that raises a ValueError after a given number of bytes."""
 
   def __init__(self, file: IO[bytes], most: int):
     self._file = file
