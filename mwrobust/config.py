@@ -497,17 +497,18 @@ def describe(config: ConfigDict, shared: bool = False) -> str:
     f'{name} {fields.eps:.4g}' for name, fields in threat_table(config).items()
   )
   own = '' if shared else f', method {config.method}, seed {config.seed}'
-  length = (
-    f'a budget of {train.budget:,} gradient evaluations'
-    if train.budget
-    else f'r = {train.r:g} epochs each'
-  )
+  length = f'r = {train.r:g} epochs each'
+  cost = f'the same {train.T * train.r:g} epochs, but not with equal cost'
+  if train.budget:
+    length = f'a budget of {train.budget:,} gradient evaluations'
+    cost = f'the same budget of {train.budget:,} gradient evaluations'
+  equal = f'\nEvery method was trained with {cost}.' if shared else ''
   return (
     f'Data {config.data.name}, network {config.model.name}, preset '
     f'{config.preset}{own}.\n'
     f'Threats: {threats}.\n'
     f'T = {train.T} outer steps, {length}, batches of {train.batch_size}, '
-    f'h = {train.h}.'
+    f'h = {train.h}.{equal}'
   )
 
 
