@@ -133,7 +133,7 @@ def test_a_misspelt_field_gets_a_suggestion(field, named):
     (['--config.threats.dct_ll.eps=3'], ["'dct_ll'", "'dct_l2'"]),
     (
       ['--config.threats.wide.space=pixel'],
-      ["'wide'", 'pixel_linf, ', 'config file'],
+      ["'wide'", 'dct_l1', 'pixel_linf', 'config file'],
     ),
     (
       ['--config.threats.dct_l2.attack.step_size=1/0'],
