@@ -306,6 +306,7 @@ def attack_default(field: str) -> Any:
   match field.split('.'):
     case ['validation_attack', name] | ['threats', _, 'attack', name]:
       return base().attack.get(name)
+  return None
 
 
 def apply_variants(
@@ -498,11 +499,11 @@ def describe(config: ConfigDict, shared: bool = False) -> str:
   )
   own = '' if shared else f', method {config.method}, seed {config.seed}'
   length = f'r = {train.r:g} epochs each'
-  cost = f'the same {train.T * train.r:g} epochs, but not with equal cost'
+  cost = f'for the same {train.T * train.r:g} epochs, not at equal cost'
   if train.budget:
     length = f'a budget of {train.budget:,} gradient evaluations'
-    cost = f'the same budget of {train.budget:,} gradient evaluations'
-  equal = f'\nEvery method was trained with {cost}.' if shared else ''
+    cost = f'with the same budget of {train.budget:,} gradient evaluations'
+  equal = f'\nEvery method was trained {cost}.' if shared else ''
   return (
     f'Data {config.data.name}, network {config.model.name}, preset '
     f'{config.preset}{own}.\n'
@@ -560,7 +561,7 @@ def validate(config: ConfigDict) -> None:
       'optimizer.weight_decay',
     ),
     *('eval.curve_examples', 'train.budget'),
-    *(field for field in flatten(config) if field.endswith('.step_size')),
+    *(field for field in flatten(config) if field.endswith('attack.step_size')),
   ):
     _check_range(config, field, lowest=0)
   for field in (
