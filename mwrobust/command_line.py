@@ -4,6 +4,7 @@ import ast
 import contextlib
 import fractions
 import functools
+import itertools
 import os
 import pathlib
 import sys
@@ -17,7 +18,7 @@ from absl import app, flags, logging
 from ml_collections import config_flags
 
 from mwrobust import config as config_lib
-from mwrobust.errors import UserError
+from mwrobust.errors import UserError, did_you_mean
 from mwrobust.runtime import devices
 from mwrobust.runtime.signals import Interrupted, silenced_threads
 
@@ -89,8 +90,13 @@ class TupleParser(flags.ArgumentParser):
     return tuple(argument)
 
 
-config_flags.register_flag_parser_for_type(float, NumberParser())
-config_flags.register_flag_parser_for_type(tuple, TupleParser())
+_PARSERS = {
+  bool: flags.BooleanParser(),
+  float: NumberParser(),
+  tuple: TupleParser(),
+}
+for _type, _parser in _PARSERS.items():
+  config_flags.register_flag_parser_for_type(_type, _parser)
 
 
 def define_config(text: str) -> flags.FlagHolder[ml_collections.ConfigDict]:
@@ -230,6 +236,22 @@ def _given_flags(argv: list[str]) -> dict[str, str]:
   return given
 
 
+def _config_first(argv: list[str]) -> list[str]:
+  """Moves `--config=FILE` or `--config FILE` before all other flags.
+
+  >>> _config_first(['main', '--config.seed=1', '--config', 'a.py', '--mode=x'])
+  ['main', '--config', 'a.py', '--config.seed=1', '--mode=x']
+  """
+  first, others, words = [], [], iter(argv[1:])
+  for word in words:
+    name, equals, _ = word.lstrip('-').partition('=')
+    if word.startswith('-') and name == 'config':
+      first += [word] if equals else [word, *itertools.islice(words, 1)]
+    else:
+      others.append(word)
+  return [*argv[:1], *first, *others]
+
+
 def no_arguments(argv: list[str]) -> None:
   """Refuses arguments that are not flags."""
   if argv:
@@ -239,6 +261,8 @@ def no_arguments(argv: list[str]) -> None:
 def _parse(
   default_config: Callable[[dict[str, str]], str] | None, argv: list[str]
 ) -> list[str]:
+  # ml_collections wants --config before its fields, and reads sys.argv itself.
+  argv = sys.argv = _config_first(argv)
   given = _given_flags(argv[1:])
   try:
     for word in given:
@@ -249,13 +273,48 @@ def _parse(
     rest = flags.FLAGS([_find_config(arg) for arg in argv])
     if default_config:
       _ = flags.FLAGS.config.preset  # Raises if the config cannot be read.
+      _convert_new_fields(flags.FLAGS.config)
     return rest
   except (UserError, OSError, AttributeError) as error:
     sys.exit(f'mwrobust: {error}')
   except KeyError as error:  # Of a group such as threats.NAME.
-    sys.exit(f'mwrobust: config has no {". ".join(error.args[0].splitlines())}')
+    missing = _missing_threat(argv) or f'config has no {error.args[0]}'
+    sys.exit(f'mwrobust: {". ".join(missing.splitlines())}')
   except flags.Error as error:
     sys.exit(f'mwrobust: {_from_config(error) or error}')
+
+
+def _missing_threat(argv: list[str]) -> str | None:
+  """Returns what to say if a flag names a threat that the config lacks."""
+  values = flags.FlagValues()
+  config_flags.DEFINE_config_file('config', flag_values=values, sys_argv=[])
+  given = _given_flags(argv[1:])
+  values([argv[0], _find_config(f'--config={given["config"]}')])
+  threats = [name for name in values.config.threats if name != 'only']
+  for word in given:
+    match word.split('.'):
+      case ['config', 'threats', name, _, *_] if name not in threats:
+        return (
+          f'There is no threat {name!r}.{did_you_mean(name, threats)} The '
+          f'config has {", ".join(threats)}. Add others in a config file.'
+        )
+  return None
+
+
+def _convert_new_fields(config: ml_collections.ConfigDict) -> None:
+  """Converts fields that the config file lacks.
+
+  ml_collections does not know the types of those that change `attack`.
+  """
+  for field in given_fields():
+    like = config_lib.attack_default(field)
+    value = config_lib.get(config, field)
+    parser = _PARSERS.get(type(like))
+    if parser and not config_lib.same_kind(value, like):
+      # A text that cannot be converted is refused with the whole config.
+      with contextlib.suppress(ValueError), config.ignore_type():
+        value = parser.parse(str(value))
+        config.update_from_flattened_dict({field: value})
 
 
 def _find_config(arg: str) -> str:

@@ -13,6 +13,7 @@ import json
 import math
 import numbers
 import os
+import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -44,10 +45,11 @@ EPS = {
 }
 # These do not change training, so they may differ between two calls on one
 # workdir. A name that ends with a dot stands for all fields below it.
-FREE_FIELDS = ('eval.', 'train.log_every')
+FREE_FIELDS = ('eval.', 'train.check_examples', 'train.log_every')
 # A search tunes these for each method, besides those of its policy.
 TUNED_FIELDS = ('optimizer.learning_rate', 'train.ramp')
 THREAT_FIELDS = ('space', 'norm', 'eps', 'clip', 'attack')
+REQUIRED_OF_THREATS = THREAT_FIELDS[:3]
 # How the training attack differs from `config.attack`, by space and norm.
 # Chosen by the loss they reach on trained networks compared to 100 steps of
 # APGD: pixel linf is hardly masked, l1 needs more steps, and momentum is best
@@ -88,18 +90,24 @@ def base() -> ConfigDict:
   model.options = ConfigDict()  # The model's own fields, such as width.
 
   # By name: space, norm, eps and clip (see mwrobust.attacks.Threat), and how
-  # the training attack differs. A space of your own is module:NAME.
+  # the training attack differs; clip is 'inside' and the attack the same unless
+  # they are given. A space of your own is module:NAME.
   config.threats = ConfigDict()
   config.threats.only = ()  # The names of the threats to use; () for all.
 
-  config.attack = attack = ConfigDict()  # For training and validation.
-  attack.rule = 'apgd'  # Or 'momentum', 'pgd'; see mwrobust.attacks.Ascent.
+  # For training and validation. The method msd ignores rule, radii, loss,
+  # random_start and restarts.
+  config.attack = attack = ConfigDict()
+  # How a step is made: 'apgd' adapts its size, 'momentum' is PGD with momentum
+  # and decaying steps, 'pgd' is plain. See mwrobust.attacks.Ascent.
+  attack.rule = 'apgd'
   attack.steps = 20
   attack.step_size = 0.0  # In multiples of eps; 0 for the rule's default.
   attack.radii = (3.0, 2.0, 1.0)  # The balls to climb in, one after the other.
   attack.loss = 'ce'  # Or 'margin', 'dlr', 'probability_margin'.
   attack.percentile = 99.0  # l1: a step of pgd or momentum moves the top 1 %.
   attack.random_start = True
+  attack.restarts = 1  # The number of random starts.
   config.validation_attack = ConfigDict()  # How validation differs.
 
   config.policy = policy = ConfigDict()  # Each method uses its own fields.
@@ -113,10 +121,11 @@ def base() -> ConfigDict:
   config.optimizer = optimizer = ConfigDict()
   optimizer.name = 'sgd'  # Or 'adam', 'adamw'.
   optimizer.learning_rate = 0.1  # The highest of the schedule.
-  optimizer.schedule = (
-    'steps'  # Or 'one_cycle' (cosine, up and down), 'cosine'.
-  )
-  optimizer.drops = (100, 150)  # steps: epochs after which it is divided by 10.
+  # Or 'one_cycle' (cosine, up and down), 'cosine'.
+  optimizer.schedule = 'steps'
+  # steps: epochs after which it is divided by 10. With train.budget, each is a
+  # share of train.T x train.r, and the drop comes at that share of the budget.
+  optimizer.drops = (100, 150)
   optimizer.momentum = 0.9  # sgd
   optimizer.l2 = 1e-4  # Times the sum of squares of the convolution kernels.
   optimizer.weight_decay = 1e-4  # adamw
@@ -141,7 +150,7 @@ def base() -> ConfigDict:
   config.eval = evaluation = ConfigDict()
   evaluation.split = 'test'  # Or 'validation', to choose settings.
   evaluation.examples = 0  # Use only the first so many images; 0 for all.
-  evaluation.batch_size = 250  # Also for validation.
+  evaluation.batch_size = 250
   # See mwrobust/evaluation/protocols.py; the appendix of the paper uses
   # 'paper-20', and 'fast' takes a tenth of the time of 'standard'.
   evaluation.protocols = ('paper', 'standard')
@@ -288,6 +297,18 @@ def check_field(field: str) -> None:
   )
 
 
+def attack_default(field: str) -> Any:
+  """Returns the default of a field that changes `attack`, else None.
+
+  >>> attack_default('threats.dct_l1.attack.steps')
+  20
+  """
+  match field.split('.'):
+    case ['validation_attack', name] | ['threats', _, 'attack', name]:
+      return base().attack.get(name)
+  return None
+
+
 def apply_variants(
   config: ConfigDict,
   words: str,
@@ -371,7 +392,7 @@ def make_threats(config: ConfigDict) -> tuple[attacks.Threat, ...]:
       space=_load_space(fields.space, f'threats.{name}.space'),
       norm=fields.norm,
       eps=float(fields.eps),
-      clip=fields.clip,
+      clip=fields.get('clip', 'inside'),
       name=name,
     )
     for name, fields in threat_table(config).items()
@@ -386,7 +407,9 @@ def _load_space(space: str, field: str) -> str | attacks.Space:
   module, name = import_module_of(
     space, f'{field}={space}', 'my_spaces:FOURIER'
   )
-  found = getattr(module, name, None)
+  if not hasattr(module, name):
+    raise UserError(f'{field} = {space!r}: {module.__name__} has no {name}.')
+  found = getattr(module, name)
   if not isinstance(found, attacks.Space):
     raise UserError(f'{field} = {space!r} is {found!r}: must be a Space.')
   return found
@@ -398,10 +421,14 @@ def make_pairs(
   """Returns each threat with its attack in `'train'` or `'validation'`."""
   pairs = []
   for threat in make_threats(config):
-    fields = config.attack.to_dict()
-    fields |= threat_table(config)[threat.name].attack.to_dict()
+    own = threat_table(config)[threat.name].get('attack', {})
+    groups = {'attack': config.attack, f'threats.{threat.name}.attack': own}
     if phase == 'validation':
-      fields |= config.validation_attack.to_dict()
+      groups['validation_attack'] = config.validation_attack
+    fields, source = {}, {}
+    for group, changes in groups.items():
+      fields |= changes
+      source |= dict.fromkeys(changes, f'{group}.')
     size = fields.pop('step_size')
     try:
       attack = attacks.Ascent(
@@ -409,8 +436,9 @@ def make_pairs(
         step_size=size * threat.eps if size else None,
         result='highest' if fields['rule'] == 'apgd' else 'last',
       )
-    except (TypeError, ValueError) as error:
-      raise UserError(f'The attack on {threat.name}: {error}') from error
+    except ValueError as error:  # It begins with the name of the field.
+      name = re.match(r'\w+', str(error))[0]
+      raise UserError(f'{source[name]}{error}') from error
     pairs.append((threat, attack))
   return tuple(pairs)
 
@@ -470,17 +498,18 @@ def describe(config: ConfigDict, shared: bool = False) -> str:
     f'{name} {fields.eps:.4g}' for name, fields in threat_table(config).items()
   )
   own = '' if shared else f', method {config.method}, seed {config.seed}'
-  length = (
-    f'a budget of {train.budget:,} gradient evaluations'
-    if train.budget
-    else f'r = {train.r:g} epochs each'
-  )
+  length = f'r = {train.r:g} epochs each'
+  cost = f'for the same {train.T * train.r:g} epochs, not at equal cost'
+  if train.budget:
+    length = f'a budget of {train.budget:,} gradient evaluations'
+    cost = f'with the same budget of {train.budget:,} gradient evaluations'
+  equal = f'\nEvery method was trained {cost}.' if shared else ''
   return (
     f'Data {config.data.name}, network {config.model.name}, preset '
     f'{config.preset}{own}.\n'
     f'Threats: {threats}.\n'
     f'T = {train.T} outer steps, {length}, batches of {train.batch_size}, '
-    f'h = {train.h}.'
+    f'h = {train.h}.{equal}'
   )
 
 
@@ -517,7 +546,7 @@ def validate(config: ConfigDict) -> None:
     'train.precision': ('float32', 'bfloat16'),
     'eval.split': ('test', 'validation'),
   }.items():
-    check_choice(field, _get(config, field), allowed)
+    check_choice(field, get(config, field), allowed)
   for field in (
     *('train.T', 'train.h', 'train.batch_size', 'train.log_every'),
     *('attack.steps', 'eval.batch_size'),
@@ -531,7 +560,8 @@ def validate(config: ConfigDict) -> None:
       'optimizer.momentum',
       'optimizer.weight_decay',
     ),
-    *('eval.curve_examples', 'train.budget', 'attack.step_size'),
+    *('eval.curve_examples', 'train.budget'),
+    *(field for field in flatten(config) if field.endswith('attack.step_size')),
   ):
     _check_range(config, field, lowest=0)
   for field in (
@@ -572,20 +602,14 @@ def _check_threats(config: ConfigDict) -> None:
   names = [name for name in config.threats if name != 'only']
   for name in names:
     fields = config.threats[name]
-    for field in THREAT_FIELDS:
+    for field in REQUIRED_OF_THREATS:
       if field not in fields:
         raise UserError(
-          f'threats.{name}.{field} is missing: a threat has '
-          f'{", ".join(THREAT_FIELDS)}.'
+          f'threats.{name}.{field} is missing: a threat needs '
+          f'{", ".join(REQUIRED_OF_THREATS)}.'
         )
-    for field in fields:
-      check_field(f'threats.{name}.{field}')
-    for field in fields.attack:
-      check_field(f'threats.{name}.attack.{field}')
     check_choice(f'threats.{name}.norm', fields.norm, norms.NORMS)
     _check_range(config, f'threats.{name}.eps', above=0)
-  for field in config.validation_attack:
-    check_field(f'validation_attack.{field}')
   for name in config.threats.only:
     check_choice('threats.only', name, names)
     if config.threats.only.count(name) > 1:
@@ -608,10 +632,11 @@ def _check_fields(config: ConfigDict) -> None:
   ours, expected = flatten(config), flatten(base())
   for field, value in ours.items():
     check_field(field)
-    if field in expected and not _same_kind(value, expected[field]):
+    like = expected.get(field, attack_default(field))
+    if like is not None and not same_kind(value, like):
       raise UserError(
         f'{field} = {value!r} is of the wrong type: expected '
-        f'{type(expected[field]).__name__}, such as {expected[field]!r}.'
+        f'{type(like).__name__}, such as {like!r}.'
       )
   for field in expected:
     if field not in ours:
@@ -621,13 +646,15 @@ def _check_fields(config: ConfigDict) -> None:
       )
 
 
-def _same_kind(value, expected) -> bool:
+def same_kind(value: Any, expected: Any) -> bool:
+  """Returns whether a value has the type of another; integers are floats."""
   if isinstance(expected, float):
     return isinstance(value, numbers.Real) and not isinstance(value, bool)
   return type(value) is type(expected)
 
 
-def _get(config: ConfigDict, field: str) -> Any:
+def get(config: ConfigDict, field: str) -> Any:
+  """Returns the value of a field such as `'train.h'`."""
   value = config
   for name in field.split('.'):
     value = value[name]
@@ -643,7 +670,7 @@ def _check_range(
   above: float = -math.inf,
   below: float = math.inf,
 ) -> None:
-  value = _get(config, field)
+  value = get(config, field)
   is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)
   if is_number and lowest <= value <= highest and above < value < below:
     return

@@ -82,6 +82,23 @@ def test_the_flags_of_a_config_are_fractions_and_tuples(tmp_path):
   assert len(result.stderr.splitlines()) == 1
 
 
+def test_the_config_may_follow_its_fields_and_attacks_be_changed(tmp_path):
+  result = start(
+    'main',
+    f'--workdir={tmp_path}/run',
+    *('--config.train.r', '1/2'),
+    '--config.threats.pixel_l2.attack.step_size=1/4',
+    '--config.validation_attack.radii=1',
+    '--config.validation_attack.random_start=false',
+    *('--config', 'configs/mnist.py:cnn'),
+    '--config.threats.dct_l1.eps=0/255',
+  )
+  assert result.returncode == 1
+  # The first wrong field, so all others were read.
+  assert 'threats.dct_l1.eps = 0.0' in result.stderr
+  assert len(result.stderr.splitlines()) == 1
+
+
 def test_reproduce_without_a_table_lists_them():
   result = start('reproduce')
   assert result.returncode == 0
@@ -114,7 +131,16 @@ def test_a_misspelt_field_gets_a_suggestion(field, named):
   ('flags', 'named'),
   [
     (['--config.train.t=3'], ['train.t', "'train.T'"]),
-    (['--config.threats.dct_ll.eps=3'], ['dct_ll', 'dct_l2']),
+    (['--config.threats.dct_ll.eps=3'], ["'dct_ll'", "'dct_l2'"]),
+    (
+      ['--config.threats.wide.space=pixel'],
+      ["'wide'", 'dct_l1', 'pixel_linf', 'config file'],
+    ),
+    (
+      ['--config.threats.dct_l2.attack.step_size=1/0'],
+      ["threats.dct_l2.attack.step_size = '1/0'"],
+    ),
+    (['--config.validation_attack.steps=x'], ["validation_attack.steps = 'x'"]),
     (
       ['--config', 'configs/mnist.py:cnn', '--config.model.options.hiden=8'],
       ['hiden', "'hidden'"],

@@ -126,12 +126,15 @@ def test_the_presets_hold_the_numbers_of_the_paper_and_of_the_code():
     ('model.name', 'resnet5', "'resnet50'"),
     ('threats.dct_l1.space', 'dkt', "'dct'"),
     ('threats.dct_l1.space', 'no.where:X', ''),
+    ('threats.dct_l1.space', 'json:nope', 'json has no nope'),
+    ('threats.dct_l1.space', 'json:loads', 'function'),
     ('threats.dct_l1.norm', 'l3', 'linf'),
     ('threats.dct_l1.clip', 'once', 'inside'),
     ('threats.only', ('dct_l3',), "'dct_l"),
     ('threats.only', ('dct_l1', 'dct_l1'), ''),
     ('threats.dct_l1.attack', {'step': 3}, "'threats.dct_l1.attack.steps'"),
     ('validation_attack', {'step': 3}, "'validation_attack.steps'"),
+    ('attack.restarts', 0, '1'),
     ('attack.rule', 'fgsm', 'apgd'),
     ('attack.steps', 0, '1'),
     ('train.precision', 'float16', 'bfloat16'),
@@ -246,6 +249,51 @@ def test_threats_are_a_table_of_any_number():
   assert (threat.space, threat.eps, attack.steps) == (FLIP, 3.0, 7)
   ((_, attack),) = config_lib.make_pairs(config, 'validation')
   assert attack.steps == 30
+
+
+def test_a_threat_needs_a_space_a_norm_and_a_radius():
+  config = load('mnist')
+  config.threats.wide = {'space': 'pixel', 'norm': 'l2', 'eps': 3.0}
+  config.threats.only = ('wide',)
+  config_lib.validate(config)
+  ((threat, attack),) = config_lib.make_pairs(config)
+  assert threat.clip == 'inside'
+  assert attack == attacks.pgd(config.attack.steps, percentile=95.0)
+  for field in ('space', 'norm', 'eps'):
+    lacking = config.copy_and_resolve_references()
+    del lacking.threats.wide[field]
+    with pytest.raises(UserError, match=rf'threats\.wide\.{field} is missing'):
+      config_lib.validate(lacking)
+
+
+@pytest.mark.parametrize(
+  ('group', 'name', 'value'),
+  [
+    ('threats.dct_l1.attack', 'step_size', '1/4'),
+    ('threats.dct_l1.attack', 'step_size', -1.0),
+    ('threats.dct_l1.attack', 'radii', 1),
+    ('threats.dct_l1.attack', 'restarts', 0),
+    ('validation_attack', 'steps', 'x'),
+    ('validation_attack', 'rule', 'fgsm'),
+  ],
+)
+def test_a_bad_change_of_the_attack_is_named(group, name, value):
+  config = load('mnist')
+  config_lib.get(config, group)[name] = value
+  with pytest.raises(UserError) as caught:
+    config_lib.validate(config)
+  said = str(caught.value).replace(' ', '')
+  assert said.startswith(f'{group}.{name}={value!r}')
+
+
+def test_an_attack_may_start_more_than_once():
+  config = load('mnist')
+  config.attack.restarts = 3
+  config.threats.dct_l1.attack.restarts = 2
+  config_lib.validate(config)
+  found = {t.name: a.tries for t, a in config_lib.make_pairs(config)}
+  assert found.pop('dct_l1') == 2
+  assert {*found.values()} == {3}
 
 
 FLIP = attacks.Space(

@@ -10,13 +10,14 @@ import subprocess
 import sys
 import types
 
+import flax.linen as nn
 import jax
 import numpy as np
 import pytest
 from absl import flags
 from tiny_run import tiny
 
-from mwrobust import command_line, main, reporting
+from mwrobust import command_line, export, main, networks, reporting
 from mwrobust import data as data_lib
 from mwrobust.errors import UserError
 from mwrobust.evaluation import Outcomes
@@ -191,6 +192,14 @@ def test_the_main_job_ends_with_a_summary_and_leaves_its_results(undisturbed):
     (network, 'paper') for network in ('h=1', 'h=2 average', 'h=2 ensemble')
   }
   assert 'step 18/18  100%' in result.stderr
+  for row in rows_of(workdir, 'outer'):
+    accuracies = row['validation_accuracy']
+    worst = min(accuracies, key=accuracies.get)
+    assert (
+      f'outer step {row["outer_step"]}/3: validation natural '
+      f'{100 * row["natural_accuracy"]:.1f} %, worst {worst} '
+      f'{100 * accuracies[worst]:.1f} % (weight {row["weight"][worst]:.2f})'
+    ) in result.stderr
   assert '\r' not in result.stderr  # Plain lines in a log file.
   assert 'Traceback' not in result.stderr
   assert status_of(workdir) == {'status': 'done'}
@@ -496,6 +505,10 @@ def test_every_method_trains(policy, changes, tmp_path):
       'msd': 2 * (1 + 2 / 3) + 1,
     }[policy]
     assert cost == pytest.approx(12 * 20 * per_image + validation, abs=1)
+  has_game = policy not in ('natural', 'max', 'msd')
+  for row in rows_of(tmp_path / policy, 'outer'):
+    assert ('game' in row) == ('played' in row) == has_game
+  if policy in ('max', 'avg', 'msd'):
     return
   chosen = [
     sum(row['chosen'][name] for row in rows_of(tmp_path / policy, 'train'))
@@ -636,6 +649,61 @@ def test_the_game_and_the_check_are_written_down(undisturbed, tmp_path):
   assert last[0] == 'dct_linf'
 
 
+def test_the_attack_of_training_is_checked_not_that_of_validation(
+  tmp_path, capsys
+):
+  fields = {
+    'threats.only': ('pixel_linf',),
+    'threats.pixel_linf.eps': 0.3,
+    'attack.step_size': 1e-3,  # Hardly moves.
+    'attack.random_start': False,
+    'data.train_examples': 1000,
+    'optimizer.learning_rate': 1e-2,
+    'train.T': 1,
+    'train.h': 1,
+    'train.check_examples': 20,
+    'eval.others': (),
+  }
+  config = tiny(**fields)
+  config.validation_attack = {'steps': 20, 'step_size': 0.1}
+  run(config, tmp_path)
+  (row,) = rows_of(tmp_path, 'outer')
+  reached, possible = (
+    row[field]['pixel_linf'] for field in ('probed_loss', 'possible_loss')
+  )
+  assert possible > 1.5 * reached
+  # That of validation finds the losses.
+  assert row['validation_loss']['pixel_linf'] > 1.5 * reached
+  (warning,) = (
+    line for line in capsys.readouterr().err.splitlines() if 'APGD' in line
+  )
+  assert f'pixel_linf ({reached:.2f}, APGD {possible:.2f})' in warning
+
+
+def test_a_game_of_realised_shares_is_independent_of_interruptions(tmp_path):
+  fields = {'method': 'e_at', 'policy.signal': 'error', 'train.T': 2}
+  fields |= {'eval.others': ()}
+  run(tiny(**fields), tmp_path / 'whole')
+  workdir = tmp_path / 'interrupted'
+  assert run_child('stop', 9, workdir, **fields).returncode == 143
+  run(tiny(**fields), workdir)
+  rows = rows_of(workdir, 'outer')
+  for field in ('played', 'game'):
+    whole = [row[field] for row in rows_of(tmp_path / 'whole', 'outer')]
+    assert [row[field] for row in rows] == whole
+  chosen = [
+    sum(
+      row['chosen'][SIX[0]]
+      for row in rows_of(workdir, 'train')
+      if first < row['step'] <= first + 6
+    )
+    for first in (0, 6)
+  ]
+  assert [6 * row['played'][SIX[0]] for row in rows] == pytest.approx(chosen)
+  errors = [1 - min(row['validation_accuracy'].values()) for row in rows]
+  assert [row['game']['worst'] for row in rows] == pytest.approx(errors)
+
+
 def test_a_finished_run_can_be_extended_where_nothing_depends_on_its_length(
   tmp_path,
 ):
@@ -644,10 +712,52 @@ def test_a_finished_run_can_be_extended_where_nothing_depends_on_its_length(
   run(tiny(**{'train.T': 3} | changes), tmp_path / 'run')
   run(tiny(**{'train.T': 3} | changes), tmp_path / 'whole')
   assert_same_state(tmp_path / 'run', tmp_path / 'whole')
-  with pytest.raises(UserError, match=r'train\.T: 3 there, 2 here'):
+  with pytest.raises(UserError, match=r'train\.T: 3 there, 2 here') as shorter:
     run(tiny(**{'train.T': 2} | changes), tmp_path / 'run')
+  assert 'optimizer.schedule' not in str(shorter.value)
   with pytest.raises(UserError, match='seed: 0 there, 1 here'):
     run(tiny(**{'train.T': 4, 'seed': 1} | changes), tmp_path / 'run')
+
+  def recorded():
+    return json.loads((tmp_path / 'run' / 'config.json').read_text())
+
+  # What cannot begin extends nothing.
+  longer = tiny(**{'train.T': 4} | changes)
+  with files.locked(tmp_path / 'run'), pytest.raises(files.InUse):
+    run(longer, tmp_path / 'run')
+  assert recorded()['train']['T'] == 3
+  longer.eval.examples = 9999
+  with pytest.raises(UserError, match=r'eval\.examples = 9999'):
+    run(longer, tmp_path / 'run')
+  assert recorded()['train']['T'] == 3
+
+
+@pytest.mark.parametrize(
+  ('before', 'after', 'named'),
+  [
+    ({'train.T': 3}, {'train.T': 4}, ['train.ramp = 0.5']),
+    ({'train.T': 4}, {'train.T': 3}, None),
+    (
+      {'train.ramp': 0.0, 'optimizer.schedule': 'cosine'},
+      {'train.T': 4},
+      ["optimizer.schedule = 'cosine'"],
+    ),
+    ({'train.budget': 6000}, {'train.budget': 7000}, ['train.budget = 7000']),
+    ({'train.budget': 7000}, {'train.budget': 6000}, None),
+    ({'seed': 1}, {'seed': 2}, None),
+  ],
+)
+def test_a_run_that_cannot_be_extended_says_why(before, after, named, tmp_path):
+  (tmp_path / 'config.json').write_text(tiny(**before).to_json())
+  with pytest.raises(UserError) as caught:
+    setup.check_workdir(tmp_path, tiny(**before | after))
+  said = str(caught.value)
+  (field,) = after
+  assert f'{field}: ' in said
+  assert f'{after[field]} here' in said
+  for reason in ('train.ramp =', 'optimizer.schedule =', 'train.budget ='):
+    assert (reason in said) == any(reason in word for word in named or [])
+  assert all(word in said for word in named or [])
 
 
 def test_a_workdir_is_locked_while_a_run_is_in_it(tmp_path):
@@ -656,6 +766,53 @@ def test_a_workdir_is_locked_while_a_run_is_in_it(tmp_path):
     pytest.raises(UserError, match=str(os.getpid())),
   ):
     run(tiny(), tmp_path / 'run')
+
+
+class Own(nn.Module):
+  num_classes: int
+
+  @nn.compact
+  def __call__(self, x):
+    return nn.Dense(self.num_classes)(x.reshape(len(x), -1))
+
+
+def test_an_own_network_and_own_data_are_trained_evaluated_and_exported(
+  tmp_path,
+):
+  rng = np.random.default_rng(0)
+  arrays = {}
+  for split, count in (('train', 40), ('test', 10)):
+    shape = (count, 8, 8, 3)
+    arrays[f'{split}_images'] = rng.integers(0, 256, shape, dtype=np.uint8)
+    arrays[f'{split}_labels'] = np.arange(count) % 2
+  np.savez(tmp_path / 'own.npz', **arrays)
+  config = tiny(
+    **{
+      'data.name': str(tmp_path / 'own.npz'),
+      'data.train_examples': 0,
+      'model.name': f'{__name__}:Own',
+      'model.options': {},
+      'threats.only': ('pixel_linf', 'dct_l2'),
+      'train.batch_size': 10,
+      'train.T': 1,
+      'train.h': 1,
+      'train.validation_examples': 0,
+      'eval.examples': 0,
+    }
+  )
+  workdir = tmp_path / 'run'
+  trained, _ = run(config, workdir)
+  expected = trained['h=1']['paper'].logits
+  assert expected.shape == (10, 2)
+  config.threats.only = ('pixel_l2',)
+  evaluated = run_evaluation.evaluate_run(config, str(workdir), print)
+  assert evaluated['h=1']['paper'].threats == ('pixel_l2',)
+  config.threats.only = ('pixel_linf', 'dct_l2')
+  export.export(config, str(workdir), lambda text: None)
+  logits_fn, params, card = networks.load(workdir / 'export' / 'model', Own)
+  assert card['classes'] == 2
+  images = np.float32(arrays['test_images']) / 255
+  np.testing.assert_allclose(logits_fn(params, images), expected, 1e-4, 1e-5)
 
 
 def test_the_ensemble_of_all_outer_steps(tmp_path):

@@ -1,6 +1,7 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from mwrobust.training import game, policies
 
@@ -37,6 +38,19 @@ def test_a_mixture_that_foresees_the_worst_earns_more_than_any_threat():
   played = game.observe(foreseen, LOSSES)
   np.testing.assert_allclose(played.mixture, played.worst)
   np.testing.assert_allclose(played.regret, [0.0, -2.0, -2.0])  # 11 - 13.
+
+
+@pytest.mark.parametrize(('signal', 'earned'), [('loss', 5.0), ('error', 0.5)])
+def test_the_last_game_of_metrics_uses_what_the_weights_follow(signal, earned):
+  rows = [
+    {
+      'played': {'a': 1.0, 'b': 0.0},
+      'validation_loss': {'a': 1.0, 'b': 3.5},
+      'validation_accuracy': {'a': 0.75, 'b': 0.5},
+    }
+  ] * 2
+  found = game.last(rows, signal)
+  assert found['regret'] == pytest.approx(earned)
 
 
 def test_can_be_traced():

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.extend import core as jax_core
 
 from mwrobust import models
 from mwrobust.errors import UserError
@@ -88,6 +89,37 @@ def test_parameter_count_and_logits(name, shape, count):
   assert sum(leaf.size for leaf in params) == count
   assert (logits.shape, logits.dtype) == ((2, 10), jnp.float32)
   assert all(leaf.dtype == jnp.float32 for leaf in params)
+
+
+def products_of(jaxpr):
+  """Yields the dots and convolutions of a jaxpr, also of inner ones."""
+  for equation in jaxpr.eqns:
+    if equation.primitive.name in ('dot_general', 'conv_general_dilated'):
+      yield equation
+    for inner in jax_core.jaxprs_in_params(equation.params):
+      yield from products_of(inner)
+
+
+@pytest.mark.parametrize('train', [False, True])
+@pytest.mark.parametrize('name', [*SMALL, 'maini'])
+def test_half_precision_images_and_parameters_make_half_precision_products(
+  name, train
+):
+  model = models.create(
+    name, num_classes=5, mean=MEAN, std=STD, **SMALL.get(name, {})
+  )
+  init = functools.partial(model.init, train=False)
+  variables = jax.eval_shape(init, jax.random.key(0), IMAGES)
+  params, images = jax.tree.map(
+    lambda x: jax.ShapeDtypeStruct(x.shape, jnp.bfloat16),
+    (variables['params'], IMAGES),
+  )
+  apply = functools.partial(model.apply, train=train, mutable='batch_stats')
+  jaxpr = jax.make_jaxpr(apply)({**variables, 'params': params}, images)
+  products = list(products_of(jaxpr.jaxpr))
+  assert len(products) >= 4
+  for product in products:
+    assert {v.aval.dtype.name for v in product.invars} == {'bfloat16'}
 
 
 @pytest.mark.parametrize('name', SMALL)

@@ -106,6 +106,10 @@ def test_single_stays():
   ] * 2
 
 
+def test_e_at_and_ucb_change_with_every_mini_batch():
+  assert [name for name in NAMES if make(name).observes] == ['e_at', 'ucb']
+
+
 def test_uniform_stays():
   policy = policies.uniform(4)
   state = policy.update(policy.init(), validation(9.0, 0.0, 9.0, 0.0))
@@ -115,7 +119,6 @@ def test_uniform_stays():
 def test_natural_attacks_nothing():
   policy = policies.natural(3)
   state = policy.update(policy.init(), validation(9.0, 0.0, 9.0))
-  assert not policy.attacks
   assert probabilities(policy, state) == [0, 0, 0]
 
 
@@ -241,8 +244,8 @@ def test_traces_once_and_keeps_its_state_a_pytree_of_arrays(name):
     assert jax.eval_shape(lambda x: x, state) == shapes
     assert index.shape == ()
     assert index.dtype == jnp.int32
-    assert p.sum() == pytest.approx(1 if policy.attacks else 0)
-    assert not policy.attacks or p[index] > 0
+    assert p.sum() == pytest.approx(name != 'natural')
+    assert name == 'natural' or p[index] > 0
   assert len(traces) == 1
 
 

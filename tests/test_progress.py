@@ -127,6 +127,19 @@ def test_log_file_gets_one_plain_line_per_interval():
   assert stream.getvalue().replace('\n', '').isprintable()
 
 
+def test_the_time_left_includes_what_follows_the_last_step():
+  stream, clock = io.StringIO(), Clock()
+  progress = progress_lib.Progress(
+    30, batch_size=8, log_every=10, after=25, stream=stream, clock=clock
+  )
+  for step in range(31):
+    progress.update(step)
+    clock.seconds += 2
+  left = [line.rpartition('  ')[2] for line in stream.getvalue().splitlines()]
+  # 2 seconds for each of 20, 10 and 0 steps, and for another 25.
+  assert left == ['1:30 left', '1:10 left', '0:50 left']
+
+
 def test_terminal_shows_one_bar_and_what_is_said_above_it(monkeypatch):
   monkeypatch.setenv('COLUMNS', '42')
   stream = Terminal()

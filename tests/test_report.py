@@ -404,6 +404,40 @@ def test_both_sides_of_the_game_are_shown(reported_run):
   assert '2.250 and 1.250, times 3 outer steps' in text
 
 
+def test_a_method_without_a_mixture_has_no_game(tmp_path):
+  workdir = make_run(tmp_path / 'run', method='max')
+  path = workdir / 'metrics.jsonl'
+  rows = [json.loads(line) for line in path.read_text().splitlines()]
+  for row in rows:
+    row.pop('game', None)
+    row.pop('played', None)
+  path.write_text(''.join(json.dumps(row) + '\n' for row in rows))
+  text = said_about_training(workdir)
+  assert 'regret' not in text
+  assert 'training attack' in text
+  page = (workdir / 'report.html').read_text()
+  assert 'Weights' in page
+  assert 'Regret' not in page
+
+
+@pytest.mark.parametrize(
+  ('fields', 'named'),
+  [
+    ({'train.budget': 6_000_000}, 'budget of 6,000,000 gradient'),
+    ({'train.r': 0.5}, '1.5 epochs'),
+  ],
+)
+def test_several_runs_say_what_is_equal_between_them(fields, named, tmp_path):
+  found = [
+    reporting.load(make_run(tmp_path / method, method=method, **fields))
+    for method in ('multiplicative_weights', 'greedy')
+  ]
+  reporting.write_runs(found, tmp_path / 'page', ignore)
+  text = words_of((tmp_path / 'page' / 'report.md').read_text())
+  assert f'the same {named}' in text
+  assert ('not at equal cost' in text) == ('train.r' in fields)
+
+
 @pytest.mark.parametrize(
   ('probed', 'possible', 'is_fooled'),
   [
@@ -430,7 +464,8 @@ def test_a_training_attack_that_is_fooled_is_said_to_be(
 
 
 def test_a_training_attack_that_was_not_checked(tmp_path):
-  workdir = make_run(tmp_path / 'run', **{'train.check_examples': 0})
+  workdir = make_run(tmp_path / 'run')
+  change_rows(workdir, check_examples=0)  # The field of a config may differ.
   text = said_about_training(workdir)
   assert 'the training attack was not checked' in text
   assert 'APGD' not in text

@@ -228,6 +228,7 @@ def test_a_comparison_is_one_table(tmp_path):
       assert cells['MSD'].startswith(f'{msd[name]:.1f} (')
   setting = section(markdown, 'Setting')
   assert 'validation images for MSD only' in setting
+  assert 'the same 9 epochs, not at equal cost' in ' '.join(setting.split())
   (given,) = tables_of(setting)
   assert given['MSD']['train.ramp'] == '0.25'
   assert given['MSD']['policy.eta'] == '-'

@@ -235,6 +235,14 @@ def test_learning_rate_drops_at_the_epochs():
   np.testing.assert_allclose(found, [0.1, 0.1, 0.01, 0.01, 1e-3, 1e-3])
 
 
+def test_with_a_budget_learning_rate_drops_at_shares_of_the_progress():
+  # Epochs 2 and 3 of 5, however many steps the budget is enough for.
+  rate = state.make_learning_rate(optimizer_config(), 10, epochs=5)
+  found = [float(rate(7, share)) for share in (0, 0.39, 0.41, 0.59, 0.61, 1)]
+  np.testing.assert_allclose(found, [0.1, 0.1, 0.01, 0.01, 1e-3, 1e-3])
+  assert float(rate(1000, 0.39)) == pytest.approx(0.1)
+
+
 def test_one_cycle_rises_and_falls():
   config = optimizer_config(schedule='one_cycle', name='adam')
   rate = state.make_learning_rate(config, 10)

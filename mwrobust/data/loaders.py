@@ -117,7 +117,7 @@ def check_name(name: str, directory: str = '') -> None:
 
   Names of tensorflow-datasets are only checked by loading them.
   """
-  if name in NAMES or name.removeprefix(_TFDS) not in ('', name):
+  if name in NAMES or (name.startswith(_TFDS) and name != _TFDS):
     return
   path = own.locate(name, directory)
   if name and path.exists():

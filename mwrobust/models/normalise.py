@@ -19,4 +19,4 @@ def normalise(
     )
   mean = jnp.array(mean, jnp.float32, ndmin=images.ndim)
   std = jnp.array(std, jnp.float32, ndmin=images.ndim)
-  return (images - mean) / std
+  return ((images - mean) / std).astype(images.dtype)

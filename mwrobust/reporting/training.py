@@ -31,7 +31,11 @@ def training_parts(run: Run) -> list[Part]:
   def chart(field: str, shown: Mapping[str, str], y_label: str) -> str:
     """Returns a chart of entries of a field, with the titles to show."""
     series = {
-      title: [(row['outer_step'], row[field][name]) for row in run.outer]
+      title: [
+        (row['outer_step'], row[field][name])
+        for row in run.outer
+        if field in row
+      ]
       for name, title in shown.items()
     }
     return charts.line_chart(series, 'outer step', y_label)
@@ -41,10 +45,16 @@ def training_parts(run: Run) -> list[Part]:
   parts = [
     picture(chart('weight', threats, 'share'), 'Weights'),
     picture(chart('validation_loss', threats, 'loss'), 'Validation losses'),
-    picture(chart('game', sides, 'mean loss so far'), 'Both sides of the game'),
-    picture(chart('game', {'regret': 'regret'}, 'loss'), 'Regret'),
-    *_last_step_parts(run, names),
   ]
+  if 'game' in run.outer[-1]:
+    unit = run.config.policy.signal
+    mean = chart('game', sides, f'mean {unit} so far')
+    regret = chart('game', {'regret': 'regret'}, unit)
+    parts += [
+      picture(mean, 'Both sides of the game'),
+      picture(regret, 'Regret'),
+    ]
+  parts += _last_step_parts(run, names)
   chosen = _choices(run, names)
   if any(sum(counts.values()) for counts in chosen.values()):
     shares = charts.stacked_shares(list(chosen.items()), 'outer step')
@@ -54,7 +64,9 @@ def training_parts(run: Run) -> list[Part]:
 
 def _last_step_parts(run: Run, names: Sequence[str]) -> list[Part]:
   """Returns the last validation, and whether its attack was fooled."""
-  last, checked = run.outer[-1], run.config.train.check_examples
+  last = run.outer[-1]
+  # Runs of earlier versions have it only in their config.
+  checked = last.get('check_examples', run.config.train.check_examples)
   probed, possible = last['probed_loss'], last['possible_loss']
   header = ['threat', 'weight', 'loss', 'accuracy, %']
   rows = [
@@ -77,25 +89,26 @@ def _last_step_parts(run: Run, names: Sequence[str]) -> list[Part]:
       ' The training attack is checked against a longer APGD, both on the '
       f'first {checked} of them.'
     )
-  game = last['game']
-  words = (
-    f'The regret is {game["regret"]:.3f}: the gap between the sides of the '
-    f'game, {game["mean_worst"]:.3f} and {game["mean_mixture"]:.3f}, times '
-    f'{last["outer_step"]} outer steps.'
-  )
+  words = ''
+  if game := last.get('game'):
+    words = (
+      f'The regret is {game["regret"]:.3f}: the gap between the sides of the '
+      f'game, {game["mean_worst"]:.3f} and {game["mean_mixture"]:.3f}, times '
+      f'{last["outer_step"]} outer steps. '
+    )
   fooled = [
     name for name in names if attack_is_fooled(probed[name], possible[name])
   ]
   if not checked:
-    words += ' Whether the network fooled the training attack was not checked.'
+    words += 'Whether the network fooled the training attack was not checked.'
   elif fooled:
     words += (
-      f' The network fooled the training attack under {", ".join(fooled)}: '
+      f'The network fooled the training attack under {", ".join(fooled)}: '
       f'APGD finds more than {FOOLED:g} times its loss.'
     )
   else:
     words += (
-      ' The network did not fool the training attack: under no threat does '
+      'The network did not fool the training attack: under no threat does '
       f'APGD find more than {FOOLED:g} times its loss.'
     )
   return [table(header, rows, caption), text(words)]

@@ -32,10 +32,10 @@ def _open_log(path: epath.Path, mode: str) -> io.RawIOBase:
 
 
 class _LogInBucket(io.RawIOBase):
-  """A log as an object, which cannot be appended to: it is written anew.
+  """A log as an object, which cannot be appended to.
 
-  At most once a minute and when it is flushed or closed, so a kill may cost a
-  minute of what was written since.
+  It is rewritten as a whole, at most once a minute and when flushed or closed,
+  so a kill may cost the rows of a minute.
   """
 
   _SECONDS_BETWEEN_WRITES = 60.0
@@ -77,7 +77,7 @@ class Metrics:
   step before its checkpoint is saved, and no row is lost or doubled.
 
   Attributes:
-    rows: those that were there and stay.
+    rows: the earlier rows that were kept.
   """
 
   def __init__(
@@ -192,7 +192,7 @@ def _drop_rows(
     except (ValueError, TypeError, KeyError) as error:
       raise UserError(
         f'{path}, line {number}: not a row of metrics: {line[:40]!r}. '
-        'Mend the line, or move the file away to start a new one.'
+        'Fix the line, or move the file away to start a new one.'
       ) from error
   if kept != lines:
     files.replace(path, b''.join(kept))

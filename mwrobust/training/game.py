@@ -27,10 +27,14 @@ does much better against its worst threat:
 [0.5, 1.0]
 """
 
-from typing import NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+
+from mwrobust.training.policies import signal_of
 
 Array = jax.Array
 FOOLED = 1.5  # A better attack may reach this many times the loss.
@@ -60,7 +64,7 @@ def observe(probabilities: Array, losses: Array) -> Game:
 
   Args:
     probabilities: [T, k], those that each outer step was trained with, before
-      its update. If they change within an outer step, their mean over its mini
+      its update. If they change within an outer step, the shares of its mini
       batches.
     losses: [T, k], the losses of the validation that ended each outer step, or
       the errors if the weights follow those.
@@ -77,6 +81,21 @@ def observe(probabilities: Array, losses: Array) -> Game:
     mean_worst=best / steps,
     regret=best - earned,
   )
+
+
+def last(rows: Sequence[Mapping[str, Any]], signal: str) -> dict[str, float]:
+  """Returns the game after the last outer step, by the names of `Game`.
+
+  Args:
+    rows: the metrics of all outer steps so far.
+    signal: `'loss'` or `'error'`, see `policies.multiplicative_weights`.
+  """
+  played, losses, accuracies = (
+    np.array([list(row[field].values()) for row in rows])
+    for field in ('played', 'validation_loss', 'validation_accuracy')
+  )
+  found = observe(played, signal_of(signal, losses, accuracies))
+  return {name: float(values[-1]) for name, values in found._asdict().items()}
 
 
 def attack_is_fooled(reached: float, possible: float) -> bool:

@@ -7,7 +7,6 @@ the same parameters, bit for bit, because everything random is a function of
 """
 
 import contextlib
-import json
 import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -50,16 +49,14 @@ def train_and_evaluate(
   """
   config_lib.validate(config)
   workdir = epath.Path(workdir)
-  if not setup.extend(workdir, config):
-    setup.refuse_another_run(workdir, config)
+  setup.check_workdir(workdir, config)
   job = setup.prepare(config)
 
   def set_status(status: str) -> None:
     files.write_json(workdir / 'status.json', {'status': status})
 
   with files.locked(workdir), stop_signals() as stop:
-    if not (workdir / 'config.json').exists():
-      files.write_json(workdir / 'config.json', json.loads(config.to_json()))
+    setup.record(workdir, config)
     say(f'{config_lib.describe(config)}\nWorkdir {workdir}')
     set_status('running')
     try:
@@ -110,7 +107,7 @@ def train(
 
         for t in range(int(state.outer_step), config.train.T):
           # ---- r epochs, each mini batch attacked by one threat
-          played = shares(job, state)
+          probabilities = shares(job, state)
           while job.schedule.has_room(log.chosen, t):
             stop.check()
             index = job.choose(state.policy, log.step)
@@ -126,7 +123,7 @@ def train(
             policy=job.policy.update(state.policy, measured.validation),
             outer_step=state.outer_step + 1,
           )
-          log.validated(t, measured, played, shares(job, state))
+          log.validated(t, measured, probabilities, shares(job, state))
           checkpoints.save(state)
       except Interrupted:
         log.flush()
@@ -150,7 +147,7 @@ class Measured(NamedTuple):
   Attributes:
     validation: the loss and accuracy under each threat, for the policy.
     natural: the accuracy without an attack.
-    reached: the losses under the attack of validation, on the images of the
+    reached: the losses under the attacks of training, on the images of the
       check, [k].
     possible: the losses under `setup.PROBE` on the same images, [k].
   """
@@ -190,8 +187,11 @@ def validate(
     return [np.stack(rows) for rows in zip(*each, strict=True)]
 
   losses, correct = attacked(job.validation_step, split)
-  reached = losses[:, :count] if count else losses
-  possible = attacked(job.probe_step, first)[0] if count else reached
+  reached = possible = losses[:, : count or None]
+  if count:
+    possible = attacked(job.probe_step, first)[0]
+    if job.config.validation_attack:
+      reached = attacked(job.trained_step, first)[0]
   _, natural = _judge(
     job,
     split,
@@ -218,7 +218,7 @@ def validate(
 
 def _judge(job, split, judge, check_stop) -> tuple[np.ndarray, np.ndarray]:
   """Returns loss and correctness of each example of a split, [N]."""
-  size = devices.round_up(min(job.config.eval.batch_size, len(split.labels)))
+  size = devices.round_up(min(job.config.train.batch_size, len(split.labels)))
   found = []
   for rows, mask in data.padded_batches(len(split.labels), size):
     judged = judge(setup.make_batch(split, rows))
@@ -264,12 +264,18 @@ class _Log(contextlib.AbstractContextManager):
       log_every=train.log_every,
       after=evaluation_cost / job.batch_gradients.mean(),
     )
-    before = self.metrics.rows[-1] if self.metrics.rows else {}
-    outer = [row for row in self.metrics.rows if row['kind'] == 'outer']
-    self._played = [list(row['played'].values()) for row in outer]
-    self._losses_of_steps = [
-      list(row['validation_loss'].values()) for row in outer
-    ]
+    rows = self.metrics.rows
+    before = rows[-1] if rows else {}
+    self._outer = [row for row in rows if row['kind'] == 'outer']
+    last_step = self._outer[-1]['step'] if self._outer else 0
+    self._chosen_before = sum(  # This outer step.
+      (
+        np.array(list(row['chosen'].values()))
+        for row in rows
+        if row['kind'] == 'train' and row['step'] <= last_step
+      ),
+      start=np.zeros_like(self.chosen),
+    )
     self._validations = int(state.outer_step)
     self._validations += bool(job.policy.validates_first and self.step)
     self._seconds_before = before.get('seconds', 0.0)
@@ -335,37 +341,44 @@ class _Log(contextlib.AbstractContextManager):
     self._validations += 1
 
   def validated(
-    self, t: int, measured: Measured, played: np.ndarray, weights: np.ndarray
+    self,
+    t: int,
+    measured: Measured,
+    probabilities: np.ndarray,
+    weights: np.ndarray,
   ) -> None:
     """Records the end of an outer step.
 
     Args:
       t: the number of the outer step, from 0.
       measured: the result of its validation.
-      played: the share of each threat in this outer step.
+      probabilities: the share of each threat, as known before this outer step.
       weights: the share of each threat in the next one.
     """
     job = self.job
     losses, accuracies = map(np.asarray, measured.validation)
-    self._played.append(played.tolist())
-    self._losses_of_steps.append(losses.tolist())
-    observed = game.observe(
-      np.array(self._played), np.array(self._losses_of_steps)
-    )
+    row = {
+      'validation_loss': self._by_name(losses),
+      'validation_accuracy': self._by_name(accuracies),
+    }
+    kind, _ = config_lib.METHODS[job.config.method]
+    if kind in ('one', 'avg'):  # Else no mixture of the threats is played.
+      counts = self.chosen - self._chosen_before
+      self._chosen_before = self.chosen.copy()
+      played = counts / counts.sum() if job.policy.observes else probabilities
+      row['played'] = self._by_name(played)
+      self._outer.append(row)
+      row['game'] = game.last(self._outer, job.config.policy.signal)
     self.metrics.write(
       'outer',
       self.step,
       outer_step=t + 1,
       natural_accuracy=measured.natural,
-      validation_loss=self._by_name(losses),
-      validation_accuracy=self._by_name(accuracies),
-      played=self._by_name(played),
+      **row,
       weight=self._by_name(weights),
+      check_examples=job.config.train.check_examples,
       probed_loss=self._by_name(measured.reached),
       possible_loss=self._by_name(measured.possible),
-      game={
-        name: float(values[-1]) for name, values in observed._asdict().items()
-      },
       radius_scale=job.radius_scale(job.schedule.progress(self.chosen)),
       **self._cost(),
     )

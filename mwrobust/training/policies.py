@@ -79,8 +79,6 @@ class Policy(NamedTuple):
       mini batch with its mean robust loss and its robust accuracy under the
       chosen threat.
     validates_first: whether the first outer step needs an `update` before it.
-    attacks: False for natural training: all probabilities are 0, and the result
-      of `choose` is meaningless.
   """
 
   init: Callable[[], State]
@@ -88,7 +86,11 @@ class Policy(NamedTuple):
   update: Callable[[State, Validation], State]
   observe: Callable[[State, Array | int, Array, Array], State] = _keep
   validates_first: bool = False
-  attacks: bool = True
+
+  @property
+  def observes(self) -> bool:
+    """Whether the probabilities change with every mini batch."""
+    return self.observe is not _keep
 
   def choose(self, state: State, step: Array | int, key: Array) -> Array:
     """Samples the index of the threat for mini batch number `step`."""
@@ -144,7 +146,7 @@ def multiplicative_weights(
     return jax.nn.softmax(state.log_weights)
 
   def update(state, validation):
-    losses = _signal(signal, *validation)
+    losses = signal_of(signal, *validation)
     eta_now = eta(state.outer_step) if callable(eta) else eta
     log_weights = state.log_weights + eta_now * losses
     # Only ratios of weights matter. Scaling the largest to 1 after every update
@@ -174,13 +176,12 @@ def greedy(k: int) -> Policy:
   )
 
 
-def _blind(probabilities: Callable[[Any], Array], **fields) -> Policy:
+def _blind(probabilities: Callable[[Any], Array]) -> Policy:
   """Makes a policy that ignores losses and depends at most on the step."""
   return Policy(
     init=lambda: (),
     probabilities=lambda state, step: probabilities(step),
     update=lambda state, validation: state,
-    **fields,
   )
 
 
@@ -204,8 +205,11 @@ def single(k: int, index: int) -> Policy:
 
 
 def natural(k: int) -> Policy:
-  """Makes natural training, without any threat."""
-  return _blind(lambda step: jnp.zeros(k), attacks=False)
+  """Makes natural training: no threat has a probability above 0.
+
+  The result of `choose` is meaningless.
+  """
+  return _blind(lambda step: jnp.zeros(k))
 
 
 # ------------------------------------------------------------------- its rivals
@@ -286,7 +290,7 @@ def e_at(k: int, decay: float = 0.98) -> Policy:
 
 def ucb(
   k: int,
-  exploration: float = 0.5,
+  exploration: float = 1.0,
   discount: float = 0.99,
   signal: str = 'loss',
 ) -> Policy:
@@ -321,7 +325,7 @@ def ucb(
   if not _is_number(exploration, above=0):
     raise UserError(
       f'exploration = {exploration!r}, but ucb needs a positive, finite '
-      'number: set exploration, for example to 0.5.'
+      'number: set exploration, for example to 1.'
     )
   _check_share('discount', discount)
   check_choice('signal', signal, SIGNALS)
@@ -337,7 +341,7 @@ def ucb(
 
   def observe(state, index, loss, accuracy):
     chosen = jax.nn.one_hot(index, k)
-    reward = _signal(signal, loss, accuracy)
+    reward = signal_of(signal, loss, accuracy)
     return MeansState(
       discount * state.totals + chosen * reward,
       discount * state.counts + chosen,
@@ -362,7 +366,7 @@ def make(
   signal: str = 'loss',
   index: int | None = None,
   decay: float = 0.98,
-  exploration: float = 0.5,
+  exploration: float = 1.0,
   discount: float = 0.99,
 ) -> Policy:
   """Makes a policy by name, as configs do.
@@ -397,7 +401,8 @@ def make(
   return makers[name]()
 
 
-def _signal(signal: str, loss: Array, accuracy: Array) -> Array:
+def signal_of(signal: str, loss: Array, accuracy: Array) -> Array:
+  """Returns the loss, or one minus the accuracy if the signal is 'error'."""
   return loss if signal == 'loss' else 1 - accuracy
 
 

@@ -41,6 +41,7 @@ class Job(NamedTuple):
     choose: `choose(policy_state, step) -> index` of the threat.
     train_step: see `steps.make_train_step`.
     validation_step: see `steps.make_validation_step`; uses its attacks.
+    trained_step: the same with the attacks of training.
     probe_step: the same with `PROBE`.
     natural_step: see `steps.make_natural_step`.
     learning_rate: a function of the step and the progress, see `Schedule`.
@@ -61,6 +62,7 @@ class Job(NamedTuple):
   choose: Callable[[Any, int], jax.Array]
   train_step: Callable
   validation_step: Callable
+  trained_step: Callable
   probe_step: Callable
   natural_step: Callable
   learning_rate: Callable[[int, float], jax.Array]
@@ -210,8 +212,9 @@ def prepare(config: ml_collections.ConfigDict) -> Job:
     config, len(dataset.train.labels), len(dataset.validation.labels)
   )
   optimizer = state_lib.make_optimizer(config.optimizer)
+  epochs = config.train.T * config.train.r if config.train.budget else None
   learning_rate = state_lib.make_learning_rate(
-    config.optimizer, schedule.steps_per_epoch
+    config.optimizer, schedule.steps_per_epoch, epochs
   )
   init_key, train_key, choice_key, validation_key = jax.random.split(
     jax.random.key(config.seed), 4
@@ -259,6 +262,7 @@ def prepare(config: ml_collections.ConfigDict) -> Job:
     validation_step=validation(
       pairs=config_lib.make_pairs(config, 'validation')
     ),
+    trained_step=validation(pairs=pairs),
     probe_step=validation(pairs=[(threat, PROBE) for threat in threats]),
     natural_step=steps_lib.make_natural_step(model=model),
     learning_rate=learning_rate,
@@ -388,35 +392,63 @@ def refuse_another_run(
     raise UserError(
       '\n'.join([f'{workdir} holds a run of another config:', *lines])
       + '\nChoose another --workdir, or give the same config.'
-      + (_WHY_NOT_LONGER if differing == ['train.T'] else '')
+      + _why_not_longer(config, {f: theirs.get(f) for f in differing})
     )
 
 
-_WHY_NOT_LONGER = (
-  ' A run can be extended to a larger train.T if nothing depends on its whole '
-  "length: with optimizer.schedule = 'steps', train.ramp = 0 and train.budget "
-  '= 0.'
-)
-
-
-def extend(workdir: epath.Path, config: ml_collections.ConfigDict) -> bool:
-  """Extends a run to a larger T, if nothing depends on its whole length.
-
-  Returns:
-    Whether the run was extended.
-  """
-  path = workdir / 'config.json'
-  if not path.exists():
-    return False
-  before = config_lib.load(workdir)
-  depends = (
-    config.optimizer.schedule != 'steps'
-    or config.train.ramp
-    or config.train.budget
+def _why_not_longer(
+  config: ml_collections.ConfigDict, before: dict[str, Any]
+) -> str:
+  """Returns why a run of fields that differ cannot be extended, or ''."""
+  lengths = ('train.T', 'train.budget')
+  is_longer = all(
+    field in lengths and value < config_lib.get(config, field)
+    for field, value in before.items()
   )
-  if depends or not before.train.T < config.train.T:
-    return False
-  before.train.T = config.train.T
-  refuse_another_run(workdir, config, also_free=('train.T',))
-  files.write_json(path, json.loads(before.to_json()))
-  return True
+  reasons = _depend_on_length(config)
+  if not (is_longer and reasons):
+    return ''
+  return (
+    f' {" and ".join(before)} cannot grow: the schedule follows the length of '
+    f'the whole training, because {" and ".join(reasons)}.'
+  )
+
+
+def _depend_on_length(config: ml_collections.ConfigDict) -> list[str]:
+  """Returns the fields for which the length of training matters."""
+  independent = {
+    'optimizer.schedule': 'steps',
+    'train.ramp': 0,
+    'train.budget': 0,
+  }
+  return [
+    f'{field} = {config_lib.get(config, field)!r}'
+    for field, value in independent.items()
+    if config_lib.get(config, field) != value
+  ]
+
+
+def check_workdir(
+  workdir: epath.Path, config: ml_collections.ConfigDict
+) -> None:
+  """Raises a UserError if the workdir has a run that this does not continue.
+
+  A larger T extends a run if nothing depends on the length of its training.
+  """
+  if not (workdir / 'config.json').exists():
+    return
+  is_longer = config_lib.load(workdir).train.T < config.train.T
+  extends = is_longer and not _depend_on_length(config)
+  refuse_another_run(workdir, config, ('train.T',) if extends else ())
+
+
+def record(workdir: epath.Path, config: ml_collections.ConfigDict) -> None:
+  """Writes the config of a new run, or the larger T of an extended one."""
+  path = workdir / 'config.json'
+  longest = config.train.T
+  if path.exists():
+    config = config_lib.load(workdir)
+    if longest <= config.train.T:
+      return
+    config.train.T = longest
+  files.write_json(path, json.loads(config.to_json()))

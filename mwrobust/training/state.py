@@ -71,12 +71,20 @@ def create(
 
 
 def make_learning_rate(
-  config: ml_collections.ConfigDict, steps_per_epoch: int
+  config: ml_collections.ConfigDict,
+  steps_per_epoch: int,
+  epochs: float | None = None,
 ) -> Callable[[jax.Array, jax.Array], jax.Array]:
   """Makes `learning_rate(step, progress)` for the schedule of the config.
 
   `'one_cycle'` and `'cosine'` follow the progress, which goes from 0 to 1 over
   the whole training; `'steps'` follows the epochs.
+
+  Args:
+    config: the fields of `config.optimizer`.
+    steps_per_epoch: the number of mini batches in an epoch.
+    epochs: with a budget, whose epochs are not known in advance, the number of
+      epochs that the drops of `'steps'` are a share of.
   """
   rate = config.learning_rate
   if config.schedule == 'one_cycle':
@@ -86,9 +94,12 @@ def make_learning_rate(
   if config.schedule == 'cosine':
     decay = optax.cosine_decay_schedule(rate, 1)
     return lambda step, progress: decay(progress)
-  drops = {epoch * steps_per_epoch: 0.1 for epoch in config.drops}
+  whole = steps_per_epoch if epochs is None else 1 / epochs
+  drops = {epoch * whole: 0.1 for epoch in config.drops}
   constant = optax.piecewise_constant_schedule(rate, drops)
-  return lambda step, progress: constant(step)
+  if epochs is None:
+    return lambda step, progress: constant(step)
+  return lambda step, progress: constant(progress)
 
 
 def make_optimizer(
