@@ -606,6 +606,62 @@ def test_a_network_in_training_mode_is_refused(examples):
     quietly(with_batch_statistics, images, labels, THREATS)
 
 
+def linen_in_training():
+  class Net(nn.Module):
+    @nn.compact
+    def __call__(self, x, train):
+      x = nn.Dense(8)(x.reshape(len(x), -1))
+      x = nn.BatchNorm(use_running_average=not train)(x)
+      return nn.Dense(CLASSES)(nn.relu(x))
+
+  net = Net()
+  variables = net.init(jax.random.key(0), jnp.zeros((1, *SHAPE)), train=False)
+
+  def train(variables, x):
+    return net.apply(variables, x, train=True, mutable=['batch_stats'])[0]
+
+  return train, variables
+
+
+def nnx_in_training():
+  net = nnx.BatchNorm(SHAPE[0], rngs=nnx.Rngs(0))
+  return lambda x: net(x.mean(axis=(2, 3))), None
+
+
+def nnx_in_training_with_its_state():
+  net = nnx.BatchNorm(SHAPE[0], rngs=nnx.Rngs(0))
+  graph, state = nnx.split(net)
+  return (
+    lambda state, x: nnx.merge(graph, state)(x.mean(axis=(2, 3))),
+    state,
+  )
+
+
+@pytest.mark.parametrize('count', [1, 2, 7, 30])
+@pytest.mark.parametrize(
+  'make',
+  [linen_in_training, nnx_in_training, nnx_in_training_with_its_state],
+)
+def test_batch_statistics_are_refused(make, count):
+  images, labels = make_examples(count)
+  network, params = make()
+  with pytest.raises(UserError, match=r'model\.eval\(\)'):
+    quietly(network, images, labels, THREATS, params)
+
+
+def test_rounding_is_no_batch_statistic(examples):
+  """Checks that another order of additions passes, even in bfloat16."""
+
+  def rounded(x):
+    low = jax.tree.map(lambda array: array.astype(jnp.bfloat16), weights())
+    logits = logits_fn(low, x.astype(jnp.bfloat16))
+    # As if kernels for even and odd places rounded differently.
+    places = jnp.arange(len(x))[:, None] % 2
+    return logits * (1 + jnp.finfo(jnp.bfloat16).eps * places)
+
+  quietly(rounded, *examples, THREATS[0], protocol=[attacks.apgd(3)])
+
+
 def test_a_randomised_network_is_refused(examples):
   rng = np.random.default_rng(0)
 
