@@ -1,5 +1,6 @@
 """Tests the evaluation of any network."""
 
+import dataclasses
 import functools
 import os
 import pathlib
@@ -128,11 +129,11 @@ def test_what_falls_in_a_ball_falls_in_a_larger_one(examples):
 def test_a_round_is_one_try_under_sets_none_of_which_contains_another():
   six = attacks.six_threats(0.1, 1.0, 5.0)
   protocol = protocols.make_protocol('standard', classes=10)
-  rounds = plan.make_rounds(plan.make_rows(six, (1.0,)), protocol)
+  rounds = plan.make_rounds(plan.make_rows(six, (1.0,), protocol), protocol)
   assert len(rounds[0]) == 5  # l2 in pixels and in the DCT is one set.
   assert {(p.stage, p.start, p.number) for p in rounds[0]} == {(0, 0, 0)}
   wider = attacks.Threat(norm='linf', eps=0.2, name='wider')
-  rows = plan.make_rows([*six, wider], (0.5, 1.0))
+  rows = plan.make_rows([*six, wider], (0.5, 1.0), protocol)
   rounds = plan.make_rounds(rows, protocol)
   for members in rounds:
     of_round = {p.row for p in members}
@@ -267,6 +268,48 @@ def test_the_paper_clips_after_the_inverse_dct_only_in_its_own_protocol():
   assert paper.attacked_as(pixel).clip == 'inside'
   standard = protocols.make_protocol('standard', 10)
   assert standard.attacked_as(dct) == dct
+  ends = dataclasses.replace(dct, clip='end')
+  assert standard.attacked_as(ends) == dct
+
+
+def solved(threats, protocol):
+  protocol = protocols.make_protocol(protocol, 10)
+  return [
+    (row.solved.space, row.solved.clip, row.attacked)
+    for row in plan.make_rows(threats, (1.0,), protocol)
+  ]
+
+
+@pytest.mark.parametrize('clip', ['inside', 'end'])
+def test_only_the_paper_attacks_the_l2_ball_of_the_dct_there(clip):
+  l2 = [t for t in attacks.six_threats(0.1, 1.0, 5.0, clip) if t.norm == 'l2']
+  assert solved(l2, 'paper') == [*(('pixel', clip, True), ('dct', 'end', True))]
+  for protocol in ('standard', [attacks.apgd(5)]):
+    assert solved(l2, protocol) == [
+      *(('pixel', 'inside', True), ('pixel', 'inside', False))
+    ]
+
+
+def test_the_paper_attacks_the_dct_as_its_authors_do(examples):
+  images, labels = examples
+  pixel, dct = (
+    attacks.Threat(space=s, norm='l2', eps=0.3) for s in ('pixel', 'dct')
+  )
+  found = quietly(logits_fn, images, labels, [dct, pixel], weights(), 'paper')
+  of_dct, of_pixel = found.settings['threats']
+  assert (of_dct['clip'], of_dct['attacked_clip']) == ('inside', 'end')
+  assert 'attacked_clip' not in of_pixel
+  logits = functools.partial(logits_fn, weights())
+  run = attacks.make_attack(
+    dataclasses.replace(dct, clip='end'), attacks.pgd(40)
+  )
+  key = jax.random.fold_in(jax.random.key(0), 0)
+  fooled = logits(run(logits, key, images, labels)).argmax(axis=1) != labels
+  fooled = found.natural & np.asarray(fooled)
+  assert fooled.any()
+  assert not found.standing['dct_l2'][fooled].any()
+  # The sets are the same, so what falls in one falls in the other.
+  assert (found.fell[0] == found.fell[1]).all()
 
 
 def test_own_attacks_get_names_of_their_own():
@@ -416,6 +459,7 @@ def test_a_network_without_gradients_is_noticed(examples):
     attacks.Threat(norm='linf', eps=0.02),
     protocol=[attacks.apgd(4), attacks.square(300)],
   )
+  assert found.stuck[0][found.natural].all()  # Square changes nothing in it.
   assert not check_of(found, 'zero gradients').passed
   assert not check_of(found, 'gradient-free attack').passed
   assert not check_of(found, 'gradient masking').passed

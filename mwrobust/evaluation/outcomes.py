@@ -58,7 +58,8 @@ class Outcomes:
     distance: the norm of the perturbation in the threat's space before the
       image is clipped to [0, 1], [k, N].
     distance_clipped: the same after the clip, [k, N].
-    stuck: whether the last gradient was zero in every pixel, bool [k, N].
+    stuck: whether the last gradient of each try of a gradient attack was zero
+      in every pixel, bool [k, N].
     spent: the numbers of gradients and of forward passes without one, per
       threat and attack, int64 [k, A, 2].
   """

@@ -107,7 +107,7 @@ class Programs:
         kind = type(attack), getattr(attack, 'rule', '')
         pairs = self._pairs.setdefault(kind, [])
         self._place[stage, threat] = kind, len(pairs)
-        pairs.append((protocol.attacked_as(threat), attack))
+        pairs.append((threat, attack))
     self._compiled: dict[Any, Future] = {}
     self._pool = ThreadPoolExecutor(1)
 

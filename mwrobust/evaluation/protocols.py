@@ -91,13 +91,20 @@ class Protocol:
     return tuple(self.stages['linf'])
 
   def attacked_as(self, threat: Threat) -> Threat:
-    """Returns the threat as the attacks of this protocol take it.
+    """Returns the threat with the clip that the attacks use.
 
-    The paper clips the image once, after the inverse DCT.
+    The paper clips the image once, after the inverse DCT. Attacks other than
+    PGD treat `clip='end'` as `'inside'`.
     """
-    if self.clip and threat.clip == 'inside' and threat.space != 'pixel':
-      return dataclasses.replace(threat, clip=self.clip)
-    return threat
+    clip = threat.clip
+    if self.clip and clip == 'inside' and threat.space != 'pixel':
+      clip = self.clip
+    attacks = self.stages[threat.norm].values()
+    if clip == 'end' and not any(
+      isinstance(attack, Ascent) and attack.rule == 'pgd' for attack in attacks
+    ):
+      clip = 'inside'
+    return dataclasses.replace(threat, clip=clip)
 
 
 def make_protocol(

@@ -82,7 +82,7 @@ def evaluate(
   threats = inputs.check_threats(threats, examples.images)
   network = inputs.check_network(logits_fn, params, examples)
   protocol = make_protocol(protocol, network.classes)
-  rows = make_rows(threats, _check_radii(radii))
+  rows = make_rows(threats, _check_radii(radii), protocol)
   settings = _settings(rows, radii, protocol, seed, examples, about)
   with contextlib.ExitStack() as stack:
     if folder is not None:
@@ -143,6 +143,7 @@ def _settings(
     'threats': [
       {
         **row.threat.to_dict(),
+        **_attacked_clip(row),
         'of': row.of,
         'attacks': {
           name: attack_fields(attack)
@@ -159,6 +160,12 @@ def _settings(
     },
   }
   return json.loads(json.dumps(settings))
+
+
+def _attacked_clip(row: Row) -> dict[str, str]:
+  """Returns the clip of the attacks if they use `'end'` and the threat not."""
+  used = row.solved.clip
+  return {'attacked_clip': used} if used == 'end' != row.threat.clip else {}
 
 
 def _check_radii(radii: Sequence[float]) -> Sequence[float]:
@@ -295,16 +302,20 @@ def _record(
   for i in row.within:
     stood = outcomes.fell[i, examples] == STANDING
     better = stood & (fooled | (attacked.loss > outcomes.loss[i, examples]))
-    for name in (
-      *('predicted', 'loss', 'distance', 'distance_clipped', 'stuck'),
-    ):
+    for name in ('predicted', 'loss', 'distance', 'distance_clipped'):
       field = getattr(outcomes, name)
       field[i, examples[better]] = getattr(attacked, name)[better]
     pictured = better & (examples < len(outcomes.images))
     outcomes.adversarial[i, examples[pictured]] = attacked.images[pictured]
     outcomes.fell[i, examples[stood & fooled]] = a_pass.stage
+  attacks = outcomes.settings['threats'][a_pass.row]['attacks'].values()
+  uses_gradients = [attack['evaluations'][0] > 0 for attack in attacks]
+  is_first = not (a_pass.start or any(uses_gradients[: a_pass.stage]))
   for i in row.equal:
     outcomes.tried[i, examples] += 1
+    if uses_gradients[a_pass.stage]:
+      before = is_first | outcomes.stuck[i, examples]
+      outcomes.stuck[i, examples] = before & attacked.stuck
 
 
 class _Shown(contextlib.AbstractContextManager):

@@ -149,11 +149,13 @@ def masking_part(checks: Sequence[Check]) -> Part:
 def verdict_parts(evaluated: Evaluated) -> list[Part]:
   """Returns the verdict, its charts and tables, and the checks."""
   main, checks = evaluated.main, evaluated.checks
-  radii = ', '.join(
-    f'{threat["name"]} {threat["eps"]:.4g}'
-    + f' (clip {threat["clip"]})' * (threat['clip'] != 'inside')
-    for threat in main.settings['threats']
-  )
+
+  def with_radius(threat):
+    clip = threat.get('attacked_clip', threat['clip'])
+    about = f' (clip {clip})' if clip != 'inside' else ''
+    return f'{threat["name"]} {threat["eps"]:.4g}{about}'
+
+  radii = ', '.join(map(with_radius, main.settings['threats']))
   parts = [
     text(verdict(main), 'lead'),
     masking_part(checks),
