@@ -24,7 +24,7 @@ _NUMBERS = (
   *('nine', 'ten', 'eleven', 'twelve'),
 )
 # Checks that are not about gradient masking.
-_OTHER_CHECKS = ('inside the ball', 'protocol')
+_OTHER_CHECKS = ('attacked images', 'inside the ball', 'protocol')
 _WIDEST = 112  # The most pixels of a picture; larger ones are shrunk.
 
 
@@ -129,6 +129,8 @@ def masking(checks: Sequence[Check]) -> str:
   failed = [check.name for check in checks if not check.passed]
   if any(name not in _OTHER_CHECKS for name in failed):
     return 'This looks like gradient masking: the true accuracy may be lower.'
+  if 'attacked images' in failed:
+    return 'Nothing was attacked.'
   if 'protocol' in failed:
     return 'This protocol cannot tell whether the network masks its gradients.'
   if failed:
