@@ -1,6 +1,7 @@
 """Protocols: the attacks that a threat meets, one after the other.
 
-Each attack of a protocol attacks only what the ones before it left standing.
+Each attack of a protocol attacks only the images that survived the ones before
+it.
 
   standard   APGD-CE, targeted APGD-DLR, targeted FAB and Square: AutoAttack's
              order and numbers, but for more starts of APGD-CE. This is the
@@ -75,10 +76,10 @@ class Protocol:
   """A protocol for networks of a certain number of classes.
 
   Attributes:
-    name: `'standard'`, ...; `'own'` for a list of the caller's.
+    name: `'standard'`, ...; `'own'` for the caller's own attacks.
     stages: the attacks by their names, in order, for each norm.
-    clip: if not None, what to attack threats of spaces other than pixels with,
-      in place of `clip='inside'`.
+    clip: if not None, the clip to use for threats in spaces other than pixels
+      that have `clip='inside'`.
   """
 
   name: str
@@ -110,7 +111,7 @@ class Protocol:
 def make_protocol(
   protocol: str | Iterable[Attack] | Mapping[str, Attack], classes: int
 ) -> Protocol:
-  """Makes a protocol of its name, or of a list of attacks.
+  """Makes a protocol from its name, or from attacks.
 
   Args:
     protocol: a name of `PROTOCOLS`; or attacks, such as `[attacks.apgd(50),
@@ -132,6 +133,12 @@ def make_protocol(
 def _named(attacks: Iterable[Attack] | Mapping[str, Attack]) -> Stages:
   if isinstance(attacks, Attack):
     attacks = [attacks]
+  if not isinstance(attacks, Iterable):
+    raise UserError(
+      f'protocol={attacks!r} is not allowed: must be one of '
+      f'{", ".join(map(repr, PROTOCOLS))}, or attacks, such as '
+      '[attacks.apgd(100)].'
+    )
   if isinstance(attacks, Mapping):
     found = dict(attacks)
   else:
@@ -169,9 +176,9 @@ def _name(attack: Any) -> str:
 
 
 def evaluations(attack: Attack) -> tuple[int, int]:
-  """Returns the gradients and the other forward passes that it takes at most.
+  """Returns the most gradients and other forward passes that it takes.
 
-  For one example that withstands all of its tries.
+  They are those of one example that survives all of its tries.
   """
   tries = attack.tries
   match attack:
