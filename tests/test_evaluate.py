@@ -324,7 +324,7 @@ def test_a_bad_flag_is_named_in_one_line(word, folder, run):
     ('--data=one_hot.npz', 'labels', '[600, 3]'),
     ('--data=column.npz', 'labels', '[:, 0]'),
     ('--data=one_label.npz', 'labels', '600'),
-    ('--data=beyond.npz', 'labels', '[7, 9]'),
+    ('--data=beyond.npz', 'labels', 'must lie in [0, 3)'),
     ('--network=my_nets:one_logit', 'logits_fn', '[2, 1]'),
     ('--network=my_nets:probabilities', 'logits_fn', 'softmax'),
     ('--network=my_nets:in_training', 'logits_fn', 'model.eval()'),

@@ -179,14 +179,12 @@ def _large(curve: Outcomes) -> list[str]:
 
 
 def _falls_to_zero(curve: Outcomes, names: list[str]) -> Check:
-  # A robust network may need a still larger ball, so that a fall by a quarter
-  # suffices.
-  lines = curve.curve()
-  stays = {
-    name: lines[name][-1][1] if lines[name][-1][1] > 0.75 * lines[name][-2][1]
-    else 0.0
-    for name in names
-  }  # fmt: skip
+  lines, stays = curve.curve(), {}
+  for name in names:
+    *_, (_, before), (_, last) = lines[name]
+    # A robust network may need a still larger ball, so a fall by a quarter
+    # suffices.
+    stays[name] = last if last > 0.75 * before else 0.0
   worst = max(names, key=lambda name: (stays[name], lines[name][-1][1]))
   radius, accuracy = lines[worst][-1]
   return Check(

@@ -44,8 +44,8 @@ class Outcomes:
 
   Attributes:
     settings: the settings of the evaluation, as JSON holds them: `protocol`,
-      `threats` (each with its attacks), `radii`, `seed`, `data`, and those that
-      the caller added.
+      `threats` (each with its attacks, and `attacked_clip` if they use another
+      clip), `radii`, `seed`, `data`, and those that the caller added.
     labels: the classes, int32 [N].
     logits: the logits of the images without an attack, [N, K].
     images: the first P images, float32 [P, H, W, C].
