@@ -1,4 +1,4 @@
-"""How robust is your network? Evaluates any JAX function and writes a page.
+r"""How robust is your network? Evaluates any JAX function and writes a page.
 
   python -m mwrobust.evaluate --network=my_package.nets:logits_fn \
     --data=test.npz --linf=8/255 --l2=0.5 --l1=12 --spaces=pixel,dct \
@@ -6,8 +6,8 @@
 
 `logits_fn` takes float32 images [B, H, W, C] in [0, 1] and returns the logits
 [B, K]; a pair `(logits_fn, params)` is called as `logits_fn(params, images)`.
-test.npz holds the arrays `images` and `labels`. Run the same command again to
-resume an interrupted evaluation.
+test.npz holds the arrays `images` and `labels`, or `x_test` and `y_test`, or
+`x` and `y`. Run the same command again to resume an interrupted evaluation.
 """
 
 import functools
@@ -101,6 +101,7 @@ def main(argv: list[str]) -> None:
         protocol='fast',
         radii=evaluation.RADII,
         folder=os.path.join(given.output, 'curve'),
+        pictures=0,
       )
   print(f'\n{outcomes}\n')
   reporting.write(outcomes, given.output, curve)
@@ -113,8 +114,16 @@ def make_threats(
   radii = {norm: eps for norm, eps in radii.items() if eps is not None}
   if not radii:
     raise UserError('Give at least one radius: --linf=8/255, --l2, --l1.')
+  if not names:
+    raise UserError(
+      f'--spaces is empty: name some of {", ".join(spaces.SPACES)}.'
+    )
   for name in names:
     check_choice('--spaces', name, spaces.SPACES)
+    if names.count(name) > 1:
+      raise UserError(
+        f'--spaces={",".join(names)} has {name} twice: remove one.'
+      )
   return [
     _make_threat(name, norm, eps)
     for name in names

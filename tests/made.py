@@ -22,6 +22,7 @@ ATTACKS = {
   'paper': ('pgd',),
   'paper-20': ('pgd',),
 }
+KINDS = {'fab-t': 'Fab', 'square': 'Square'}
 
 
 def make_outcomes(
@@ -62,7 +63,12 @@ def make_outcomes(
         'of': threat.name,
         'eps': threat.eps * radius,
         'attacks': {
-          name: {'steps': 10, 'tries': 1, 'evaluations': [10, int(a > 1)]}
+          name: {
+            'attack': KINDS.get(name, 'Ascent'),
+            'steps': 10,
+            'tries': 1,
+            'evaluations': [10, int(a > 1)],
+          }
           for a, name in enumerate(names)
         },
       }

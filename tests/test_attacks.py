@@ -1340,6 +1340,13 @@ def test_other_refusals():
       attacks.make_attack(SIX[0], attack)(linear, KEY, IMAGES, LABELS)
 
 
+def test_few_steps_climb_in_the_last_balls():
+  found = [attacks.apgd(steps).radii for steps in (1, 2, 3, 100)]
+  assert found == [(1,), (2, 1), (3, 2, 1), (3, 2, 1)]
+  with pytest.raises(ValueError, match='steps=0'):
+    attacks.apgd(0)
+
+
 def test_threats_and_attacks_are_hashable_and_frozen():
   assert len({attacks.Threat(**GOOD), attacks.Threat(**GOOD)}) == 1
   assert len({attacks.apgd(radii=[2, 1]), attacks.apgd(radii=(2, 1))}) == 1

@@ -18,6 +18,7 @@ from mwrobust.evaluation import Outcomes
 ROOT = pathlib.Path(__file__).parent.parent
 COUNT = 600
 NETWORKS = """
+import jax
 import numpy as np
 
 weights = np.random.default_rng(0).normal(size=(64, 3)).astype(np.float32)
@@ -34,6 +35,23 @@ def of_params(params, images):
 pair = of_params, {'weights': weights, 'shift': np.ones((1, 3), np.float32)}
 number = 3
 numbers = 3, 4
+
+
+def one_logit(images):
+  return logits_fn(images)[:, :1]
+
+
+def probabilities(images):
+  return jax.nn.softmax(logits_fn(images))
+
+
+def in_training(images):
+  logits = logits_fn(images)
+  return logits - logits.mean(axis=0, keepdims=True)
+
+
+def with_numpy(images):
+  return np.tanh(np.array(images)).mean(axis=(1, 2))
 """
 WORDS = (
   *('--network=my_nets:logits_fn', '--data=test.npz', '--linf=51/255'),
@@ -62,6 +80,11 @@ def folder(tmp_path_factory):
   np.savez(folder / 'too_bright.npz', images=2 * images, labels=labels)
   np.savez(folder / 'one_hot.npz', images=images, labels=np.eye(3)[labels])
   np.savez(folder / 'one_label.npz', images=images, labels=labels[0])
+  np.savez(folder / 'column.npz', x_test=images, y_test=labels[:, None])
+  np.savez(folder / 'nchw.npz', x=images.transpose(0, 3, 1, 2), y=labels)
+  np.savez(folder / 'beyond.npz', images=images, labels=labels + 7)
+  np.savez(folder / 'nan.npz', images=images * np.nan, labels=labels)
+  np.savez(folder / 'empty.npz', images=images[:0], labels=labels[:0])
   np.save(folder / 'images.npy', images)
   (folder / 'text.npz').write_text('images and labels')
   damaged = bytearray((folder / 'test.npz').read_bytes())
@@ -198,7 +221,7 @@ def test_a_finished_evaluation_is_not_made_again(folder, evaluated, run):
 
 
 def test_interrupted_or_not_it_ends_with_the_same_bytes(folder, evaluated, run):
-  """Checks that the curve is in a subfolder."""
+  """Also checks that a curve is saved in a subfolder."""
   words = [word for word in WORDS if 'curve' not in word]
   assert run(*words, '--curve_examples=40', '--output=at_once') is None
   at_once, resumed = (
@@ -292,15 +315,26 @@ def test_a_bad_flag_is_named_in_one_line(word, folder, run):
 
 
 @pytest.mark.parametrize(
-  ('name', 'field', 'value'),
+  ('word', 'field', 'value'),
   [
-    ('too_bright', 'images', '[0, 2]'),
-    ('one_hot', 'labels', '[600, 3]'),
-    ('one_label', 'labels', '600'),
+    ('--data=too_bright.npz', 'images', '[0, 2]'),
+    ('--data=nchw.npz', 'images', '[600, 1, 8, 8]'),
+    ('--data=nan.npz', 'images', 'NaN'),
+    ('--data=empty.npz', 'images', 'empty'),
+    ('--data=one_hot.npz', 'labels', '[600, 3]'),
+    ('--data=column.npz', 'labels', '[:, 0]'),
+    ('--data=one_label.npz', 'labels', '600'),
+    ('--data=beyond.npz', 'labels', 'must lie in [0, 3)'),
+    ('--network=my_nets:one_logit', 'logits_fn', '[2, 1]'),
+    ('--network=my_nets:probabilities', 'logits_fn', 'softmax'),
+    ('--network=my_nets:in_training', 'logits_fn', 'model.eval()'),
+    ('--network=my_nets:with_numpy', 'logits_fn', 'use jax.numpy'),
+    ('--spaces=pixel,pixel', '--spaces', 'pixel twice'),
+    ('--spaces=', '--spaces', 'is empty'),
   ],
 )
-def test_bad_data_are_described_in_one_line(name, field, value, folder, run):
-  message = run(*WORDS, '--output=refused', f'--data={name}.npz')
+def test_bad_input_is_described_in_one_line(word, field, value, folder, run):
+  message = run(*WORDS, '--output=refused', word)
   assert field in message
   assert value in message
   assert '\n' not in message
@@ -310,7 +344,7 @@ def test_bad_data_are_described_in_one_line(name, field, value, folder, run):
 @pytest.mark.parametrize(
   'word',
   [
-    *('--examples=-1', '--batch_size=0', '--seed=-1'),
+    *('--examples=-1', '--batch_size=0', '--seed=-1', '--protocol=gauss'),
     *('--linf=', '--linf=abc', '--linf=8/0', '--linf=8/', '--linf=nan'),
     *('--linf=1e999', '--linf=0x10', '--l2=1/2/3', '--l1=inf'),
   ],
@@ -318,6 +352,16 @@ def test_bad_data_are_described_in_one_line(name, field, value, folder, run):
 def test_what_is_no_number_or_out_of_bounds_is_refused(word, run):
   with pytest.raises(flags.IllegalFlagValueError, match=word):
     run(*WORDS, OUTPUT, word)
+
+
+def test_an_output_that_cannot_be_written_is_named(run):
+  message = run(*WORDS, '--output=test.npz/refused')
+  assert 'test.npz/refused' in message
+  assert 'another folder' in message
+
+
+def test_the_help_shows_the_command_line_by_line():
+  assert ':logits_fn \\\n' in evaluate.__doc__
 
 
 def test_an_error_is_one_line_on_stderr(folder):

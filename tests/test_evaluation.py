@@ -1,5 +1,6 @@
 """Tests the evaluation of any network."""
 
+import dataclasses
 import functools
 import os
 import pathlib
@@ -17,7 +18,7 @@ from flax import nnx
 
 from mwrobust import attacks, evaluation
 from mwrobust.errors import UserError
-from mwrobust.evaluation import plan, protocols
+from mwrobust.evaluation import inputs, plan, protocols
 
 ROOT = pathlib.Path(__file__).parent.parent
 CLASSES = 4
@@ -128,11 +129,11 @@ def test_what_falls_in_a_ball_falls_in_a_larger_one(examples):
 def test_a_round_is_one_try_under_sets_none_of_which_contains_another():
   six = attacks.six_threats(0.1, 1.0, 5.0)
   protocol = protocols.make_protocol('standard', classes=10)
-  rounds = plan.make_rounds(plan.make_rows(six, (1.0,)), protocol)
+  rounds = plan.make_rounds(plan.make_rows(six, (1.0,), protocol), protocol)
   assert len(rounds[0]) == 5  # l2 in pixels and in the DCT is one set.
   assert {(p.stage, p.start, p.number) for p in rounds[0]} == {(0, 0, 0)}
   wider = attacks.Threat(norm='linf', eps=0.2, name='wider')
-  rows = plan.make_rows([*six, wider], (0.5, 1.0))
+  rows = plan.make_rows([*six, wider], (0.5, 1.0), protocol)
   rounds = plan.make_rounds(rows, protocol)
   for members in rounds:
     of_round = {p.row for p in members}
@@ -267,6 +268,48 @@ def test_the_paper_clips_after_the_inverse_dct_only_in_its_own_protocol():
   assert paper.attacked_as(pixel).clip == 'inside'
   standard = protocols.make_protocol('standard', 10)
   assert standard.attacked_as(dct) == dct
+  ends = dataclasses.replace(dct, clip='end')
+  assert standard.attacked_as(ends) == dct
+
+
+def solved(threats, protocol):
+  protocol = protocols.make_protocol(protocol, 10)
+  return [
+    (row.solved.space, row.solved.clip, row.attacked)
+    for row in plan.make_rows(threats, (1.0,), protocol)
+  ]
+
+
+@pytest.mark.parametrize('clip', ['inside', 'end'])
+def test_only_the_paper_attacks_the_l2_ball_of_the_dct_there(clip):
+  l2 = [t for t in attacks.six_threats(0.1, 1.0, 5.0, clip) if t.norm == 'l2']
+  assert solved(l2, 'paper') == [*(('pixel', clip, True), ('dct', 'end', True))]
+  for protocol in ('standard', [attacks.apgd(5)]):
+    assert solved(l2, protocol) == [
+      *(('pixel', 'inside', True), ('pixel', 'inside', False))
+    ]
+
+
+def test_the_paper_attacks_the_dct_as_its_authors_do(examples):
+  images, labels = examples
+  pixel, dct = (
+    attacks.Threat(space=s, norm='l2', eps=0.3) for s in ('pixel', 'dct')
+  )
+  found = quietly(logits_fn, images, labels, [dct, pixel], weights(), 'paper')
+  of_dct, of_pixel = found.settings['threats']
+  assert (of_dct['clip'], of_dct['attacked_clip']) == ('inside', 'end')
+  assert 'attacked_clip' not in of_pixel
+  logits = functools.partial(logits_fn, weights())
+  run = attacks.make_attack(
+    dataclasses.replace(dct, clip='end'), attacks.pgd(40)
+  )
+  key = jax.random.fold_in(jax.random.key(0), 0)
+  fooled = logits(run(logits, key, images, labels)).argmax(axis=1) != labels
+  fooled = found.natural & np.asarray(fooled)
+  assert fooled.any()
+  assert not found.standing['dct_l2'][fooled].any()
+  # The sets are the same, so what falls in one falls in the other.
+  assert (found.fell[0] == found.fell[1]).all()
 
 
 def test_own_attacks_get_names_of_their_own():
@@ -416,6 +459,7 @@ def test_a_network_without_gradients_is_noticed(examples):
     attacks.Threat(norm='linf', eps=0.02),
     protocol=[attacks.apgd(4), attacks.square(300)],
   )
+  assert found.stuck[0][found.natural].all()  # Square changes nothing in it.
   assert not check_of(found, 'zero gradients').passed
   assert not check_of(found, 'gradient-free attack').passed
   assert not check_of(found, 'gradient masking').passed
@@ -432,6 +476,97 @@ def test_the_papers_protocol_is_never_called_healthy(examples):
   )
   assert found.attacks == ('pgd',)
   assert not check_of(found, 'protocol').passed
+
+
+def of_attacks(kinds, fell, count=40, radii=(1.0,), eps=0.5):
+  """Makes outcomes of attacks of these kinds by hand.
+
+  Args:
+    kinds: their classes, in order.
+    fell: the number of images that each fools.
+    count: the number of images.
+    radii: multiples of the radius.
+    eps: the radius.
+  """
+  threats = [
+    {
+      'name': f'x{radius}',
+      'of': 'pixel_l2',
+      'norm': 'l2',
+      'eps': eps * radius,
+      'attacks': {
+        f'my {place}': {'attack': kind, 'tries': 1, 'evaluations': [1, 1]}
+        for place, kind in enumerate(kinds)
+      },
+    }
+    for radius in radii
+  ]
+  settings = {
+    'protocol': 'own',
+    'threats': threats,
+    'radii': list(radii),
+    'data': {'images': [count, 10, 10, 1]},
+  }
+  labels = np.zeros(count, np.int32)
+  logits = np.eye(2, dtype=np.float32)[labels]
+  found = evaluation.Outcomes.begin(settings, labels, logits, IMAGES[:0])
+  by_attack = np.repeat(np.arange(len(kinds)), fell)
+  found.fell[:, : len(by_attack)] = by_attack
+  found.tried[:] = len(kinds)
+  return found
+
+
+FREE = 'gradient-free attack'
+
+
+@pytest.mark.parametrize(
+  ('kinds', 'fell', 'failed'),
+  [
+    (['Ascent', 'Square'], [9, 0], []),
+    (['Ascent', 'Square'], [9, 2], []),  # By chance.
+    (['Ascent', 'Fab'], [9, 3], ['gradient masking']),
+    (['Ascent', 'Square', 'Fab'], [9, 3, 0], ['gradient masking']),
+    (['Ascent', 'Fab', 'Square'], [9, 3, 0], ['gradient masking']),
+    (['Ascent', 'Fab', 'Square'], [9, 0, 3], ['gradient masking', FREE]),
+    (['Fab', 'Square'], [9, 3], ['protocol', FREE]),
+    (['Ascent'], [9], ['protocol']),
+    (['Ascent', 'Ascent'], [9, 3], ['protocol']),
+    (['Square'], [9], ['protocol']),
+    (['Square', 'Ascent'], [9, 3], ['protocol']),
+    (['Ascent', 'Square', 'Ascent'], [9, 9, 9], ['protocol']),
+  ],
+)  # fmt: skip
+def test_what_a_protocol_cannot_tell_does_not_pass(kinds, fell, failed):
+  found = of_attacks(kinds, fell)
+  assert [c.name for c in evaluation.checks(found) if not c.passed] == failed
+
+
+def test_the_sentences_name_the_attacks_after_the_climbs():
+  found = of_attacks(['Square', 'Ascent', 'Fab', 'Square'], [9, 9, 2, 3])
+  finding = check_of(found, 'gradient masking').finding
+  assert 'my 2 and my 3' in finding
+  assert '12.5 more points' in finding
+  finding = check_of(found, 'gradient-free attack').finding
+  assert 'my 3' in finding
+  assert '7.5 points' in finding
+
+
+def test_where_nothing_is_attacked_nothing_passes():
+  found = of_attacks(['Ascent', 'Square'], [0, 0])
+  found.labels[:] = 1
+  (check,) = evaluation.checks(found)
+  assert not check.passed
+
+
+@pytest.mark.parametrize(
+  ('eps', 'failed'), [(0.05, []), (0.3, ['large radii'])]
+)
+def test_only_large_balls_must_fool_every_image(eps, failed):
+  main = of_attacks(['Ascent', 'Square'], [9, 0])
+  # At 4 eps, 0.2 or 1.2 of a diagonal of 10, most images stay correct.
+  curve = of_attacks(['Ascent', 'Square'], [9, 0], radii=(1.0, 4.0), eps=eps)
+  found = evaluation.checks(main, curve)
+  assert [check.name for check in found if not check.passed] == failed
 
 
 # ------------------------------------------------------------ saved and resumed
@@ -458,6 +593,15 @@ def test_a_folder_holds_the_evaluation(tmp_path, examples, outcomes):
   with pytest.raises(UserError, match='another network'):
     run(THREATS, params=weights(seed=5))
   assert (tmp_path / evaluation.FILE).read_bytes() == before
+
+
+def test_the_progress_ends_at_100_percent(examples, capsys):
+  threat = attacks.Threat(norm='linf', eps=1.0)  # Every image falls at once.
+  found = evaluation.evaluate(
+    logits_fn, *examples, threat, params=weights(), protocol=OWN
+  )
+  assert found.accuracies()['union'] == 0
+  assert '100%' in capsys.readouterr().err.splitlines()[-1]
 
 
 def test_a_torn_file_is_named(tmp_path, examples):
@@ -546,12 +690,13 @@ IMAGES, LABELS = make_examples(6)
   [
     bad(r'images lie in \[0, 254', images=IMAGES * 254.0),
     bad(r'images lie in \[-1', images=IMAGES - 1),
-    bad('images lie in .*nan', images=IMAGES * np.nan),
+    bad('images contain NaN: 6 of 6', images=IMAGES * np.nan),
     bad(r'looks like \[N, C, H, W\]', images=np.zeros((6, 3, 8, 8))),
     bad(r'images\[\.\.\., None\]', images=np.zeros((6, 8, 8))),
     bad('images are int64', images=np.zeros((6, 8, 8, 1), np.int64)),
     bad('images are empty', images=IMAGES[:0], labels=LABELS[:0]),
     bad(r'labels\.argmax', labels=np.eye(4)[LABELS]),
+    bad(r'Pass labels\[:, 0\]', labels=LABELS[:, None]),
     bad('labels are float', labels=LABELS.astype(np.float32)),
     bad('5 entries for 6 images', labels=LABELS[:5]),
     bad(r'labels lie in \[0, 7\]', labels=np.array([0, 7, 1, 2, 3, 0])),
@@ -569,11 +714,18 @@ IMAGES, LABELS = make_examples(6)
     bad('failed on float32 images', logits_fn=lambda x: x @ jnp.ones((3, 4))),
     bad("'pixel_l2' twice", threats=[THREATS[1], THREATS[1]]),
     bad('threats is empty', threats=[]),
+    bad('threats=None is not allowed', threats=None),
     bad('must be an attacks.Threat', threats=['pixel_linf']),
     bad("'gauss'", protocol='gauss'),
     bad('protocol is empty', protocol=[]),
     bad("'pgd'", protocol=['pgd']),
+    bad('protocol=None is not allowed', protocol=None),
+    bad('protocol=<function apgd', protocol=attacks.apgd),
     bad('radii', radii=(2.0, 1.0)),
+    bad('radii=2.0 is not allowed', radii=2.0),
+    bad('radii=.* is not allowed', radii=('a',)),
+    bad('pictures=-1', pictures=-1),
+    bad('about .*tolist', about={'mean': np.zeros(3)}),
     bad('batch_size', batch_size=0),
     bad('seed', seed=-1),
     bad('colour', threats=attacks.Threat(space='colour', norm='l2', eps=1)),
@@ -604,6 +756,111 @@ def test_a_network_in_training_mode_is_refused(examples):
 
   with pytest.raises(UserError, match=r'model\.eval\(\)'):
     quietly(with_batch_statistics, images, labels, THREATS)
+
+
+def linen_in_training():
+  class Net(nn.Module):
+    @nn.compact
+    def __call__(self, x, train):
+      x = nn.Dense(8)(x.reshape(len(x), -1))
+      x = nn.BatchNorm(use_running_average=not train)(x)
+      return nn.Dense(CLASSES)(nn.relu(x))
+
+  net = Net()
+  variables = net.init(jax.random.key(0), jnp.zeros((1, *SHAPE)), train=False)
+
+  def train(variables, x):
+    return net.apply(variables, x, train=True, mutable=['batch_stats'])[0]
+
+  return train, variables
+
+
+def nnx_in_training():
+  net = nnx.BatchNorm(SHAPE[0], rngs=nnx.Rngs(0))
+  return lambda x: net(x.mean(axis=(2, 3))), None
+
+
+def nnx_in_training_with_its_state():
+  net = nnx.BatchNorm(SHAPE[0], rngs=nnx.Rngs(0))
+  graph, state = nnx.split(net)
+  return (
+    lambda state, x: nnx.merge(graph, state)(x.mean(axis=(2, 3))),
+    state,
+  )
+
+
+@pytest.mark.parametrize('count', [1, 2, 7, 30])
+@pytest.mark.parametrize(
+  'make',
+  [linen_in_training, nnx_in_training, nnx_in_training_with_its_state],
+)
+def test_batch_statistics_are_refused(make, count):
+  images, labels = make_examples(count)
+  network, params = make()
+  with pytest.raises(UserError, match=r'model\.eval\(\)'):
+    quietly(network, images, labels, THREATS, params)
+
+
+def test_rounding_is_no_batch_statistic(examples):
+  """Checks that another order of additions passes, even in bfloat16."""
+
+  def rounded(x):
+    low = jax.tree.map(lambda array: array.astype(jnp.bfloat16), weights())
+    logits = logits_fn(low, x.astype(jnp.bfloat16))
+    # As if kernels for even and odd places rounded differently.
+    places = jnp.arange(len(x))[:, None] % 2
+    return logits * (1 + jnp.finfo(jnp.bfloat16).eps * places)
+
+  quietly(rounded, *examples, THREATS[0], protocol=[attacks.apgd(3)])
+
+
+def linen_dropout(x):
+  return nn.Dropout(0.5, deterministic=False).apply({}, x)
+
+
+def linen_statistics(x):
+  net = nn.BatchNorm(use_running_average=False)
+  return net.apply(net.init(jax.random.key(0), x), x)
+
+
+def haiku_dropout(x):
+  haiku = pytest.importorskip('haiku')
+  net = haiku.transform(lambda x: haiku.dropout(haiku.next_rng_key(), 0.5, x))
+  return net.apply({}, None, x)
+
+
+def equinox_dropout(x):
+  return pytest.importorskip('equinox').nn.Dropout(0.5)(x)
+
+
+@pytest.mark.parametrize(
+  ('network', 'hint'),
+  [
+    (linen_dropout, 'train=False'),
+    (linen_statistics, 'train=False'),
+    (haiku_dropout, 'is_training=False'),
+    (equinox_dropout, 'inference_mode'),
+    (lambda x: np.asarray(x).mean(axis=(1, 2)), 'use jax.numpy'),
+    (lambda x: x if x.sum() > 0 else -x, 'use jax.numpy'),
+    (lambda x: [x, -x][x.argmax()], 'use jax.numpy'),
+    (lambda x: x @ jnp.ones((3, 4)), 'Call it once'),
+  ],
+)
+def test_the_advice_fits_the_error_of_the_network(network, hint):
+  with pytest.raises(UserError) as error:
+    inputs.check_network(network, None, inputs.Examples(IMAGES, LABELS))
+  _, _, advice = str(error.value).partition('). ')
+  assert hint in advice
+  hints = {'train=False', 'use jax.numpy', 'Call it once'} - {hint}
+  if hint in ('inference_mode', 'is_training=False'):
+    hints.remove('train=False')
+  assert not any(other in advice for other in hints)
+
+
+def test_radii_may_be_an_array():
+  found = inputs.check_radii(np.array([0.5, 2], np.float32))
+  assert found == [0.5, 2.0]
+  assert all(type(radius) is float for radius in found)
 
 
 def test_a_randomised_network_is_refused(examples):

@@ -29,7 +29,7 @@ def test_write_json_makes_the_folder_and_leaves_only_the_file(tmp_path):
 @pytest.mark.parametrize('function', ['fsync', 'replace'])
 @pytest.mark.parametrize(
   ('code', 'cure'),
-  [(errno.ENOSPC, 'Free some space'), (errno.EACCES, 'choose another workdir')],
+  [(errno.ENOSPC, 'Free some space'), (errno.EACCES, 'choose another folder')],
 )
 def test_write_json_that_fails_keeps_the_old_file(
   tmp_path, monkeypatch, function, code, cure

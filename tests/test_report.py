@@ -214,6 +214,18 @@ def test_the_paper_alone_cannot_tell(tmp_path):
   assert 'Nothing looks' not in (tmp_path / 'report.md').read_text()
 
 
+def test_what_was_not_tested_is_not_green(tmp_path):
+  outcomes = make_outcomes()
+  outcomes.labels = outcomes.labels + 2  # All are misclassified.
+  told = []
+  reporting.write(outcomes, tmp_path, say=told.append)
+  assert_short(told)
+  assert 'Nothing was attacked' in told[0]
+  page = (tmp_path / 'report.html').read_text()
+  assert 'class="callout good"' not in page
+  assert 'Nothing looks' not in page
+
+
 def test_an_unfinished_evaluation_is_said_to_be_one(tmp_path):
   outcomes = make_outcomes()
   reporting.write(outcomes, tmp_path, say=ignore)
@@ -303,6 +315,26 @@ def test_what_is_not_of_one_network_is_refused(tmp_path):
     with pytest.raises(UserError, match=f'  {field}: '):
       reporting.write([first, other], tmp_path, say=ignore)
   assert not list(tmp_path.iterdir())
+
+
+def test_a_curve_is_not_taken_for_the_figures(tmp_path):
+  curve = make_outcomes(radii=(1.0, 2.0))
+  with pytest.raises(UserError, match=r'\[1\.0, 2\.0\].*curve'):
+    reporting.write(curve, tmp_path, say=ignore)
+  assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize('field', list(about()))
+def test_a_missing_setting_of_a_run_is_named(field, tmp_path):
+  settings = about()
+  del settings[field]
+  path = tmp_path / evaluation.FILE
+  make_outcomes(**settings).save(path)
+  if field == 'dataset':  # Nothing reads it.
+    runs.load_outcomes(path)
+  else:
+    with pytest.raises(UserError, match=f'no {field!r}'):
+      runs.load_outcomes(path)
 
 
 # -------------------------------------------------------------------- one run

@@ -169,7 +169,7 @@ def apgd(
   *,
   loss: str = 'ce',
   targets: int = 0,
-  radii: Sequence[float] = (3.0, 2.0, 1.0),
+  radii: Sequence[float] | None = None,
   restarts: int = 1,
   result: str = 'fooling',
 ) -> Ascent:
@@ -183,16 +183,18 @@ def apgd(
     steps: the total number of gradient steps.
     loss: see `Ascent`.
     targets: see `Ascent`. `loss='dlr', targets=9` is AutoAttack's APGD-T.
-    radii: see `Ascent`.
+    radii: see `Ascent`; by default (3, 2, 1), or the last of them if there are
+      fewer steps.
     restarts: the number of random starts.
     result: see `Ascent`; use `'highest'` for training.
   """
+  check_count('steps', steps)
   return Ascent(
     rule='apgd',
     steps=steps,
     loss=loss,
     targets=targets,
-    radii=radii,
+    radii=(3.0, 2.0, 1.0)[-steps:] if radii is None else radii,
     restarts=restarts,
     result=result,
   )

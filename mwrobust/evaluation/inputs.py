@@ -3,6 +3,7 @@
 Every error says what was given, what is allowed and what to do.
 """
 
+import json
 import numbers
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
@@ -19,8 +20,24 @@ Array = jax.Array
 _TRAINING_MODE = (
   'For an evaluation, a network must be deterministic and treat each image by '
   'itself. NNX: call model.eval(). Linen: apply with train=False or '
-  'use_running_average=True. Equinox: use eqx.nn.inference_mode(model).'
+  'use_running_average=True. Equinox: use eqx.nn.inference_mode(model). Haiku: '
+  'pass is_training=False.'
 )
+# What networks in training mode raise, by name: their libraries may be missing.
+_OF_TRAINING_MODE = (
+  *('InvalidRngError', 'ModifyScopeVariableError', 'TraceContextError'),  # Flax
+  'MissingRNGError',  # Haiku
+)
+_OF_EQUINOX_DROPOUT = 'Dropout requires a key'  # In a RuntimeError.
+_OF_TRACING = (
+  jax.errors.ConcretizationTypeError,
+  jax.errors.NonConcreteBooleanIndexError,
+  jax.errors.TracerArrayConversionError,
+  jax.errors.TracerIntegerConversionError,
+)
+# The relative difference of two logits that bfloat16 rounds differently. Batch
+# statistics, dropout and noise change them much more.
+_ROUNDING = 0.01
 _LOOKED_AT = 8  # The number of images on which spaces are tested.
 
 
@@ -46,6 +63,36 @@ def check_count(field: str, value: Any, lowest: int) -> None:
   )
 
 
+def check_radii(radii: Any) -> list[float]:
+  """Returns the multiples of the radii as floats, or raises a UserError."""
+  message = (
+    f'radii={radii!r} is not allowed: must be positive numbers in increasing '
+    'order, such as (0.5, 1.0, 2.0).'
+  )
+  try:
+    found = [float(radius) for radius in radii]
+  except (TypeError, ValueError) as error:
+    raise UserError(message) from error
+  require(
+    bool(found)
+    and all(0 < radius < float('inf') for radius in found)
+    and found == sorted(set(found)),
+    message,
+  )
+  return found
+
+
+def check_about(about: Any) -> dict[str, Any]:
+  """Returns further settings as JSON loads them, or raises a UserError."""
+  try:
+    return json.loads(json.dumps(dict(about or {})))
+  except (TypeError, ValueError) as error:
+    raise UserError(
+      f'about cannot be saved as JSON ({error}): must be a dict of strings, '
+      'numbers and lists. Convert arrays with array.tolist().'
+    ) from error
+
+
 def check_examples(images: Any, labels: Any) -> Examples:
   """Returns the examples as NumPy arrays, or raises a UserError."""
   images, labels = np.asarray(images), np.asarray(labels)
@@ -69,6 +116,12 @@ def check_examples(images: Any, labels: Any) -> Examples:
       'in [0, 1].',
     )
     images = images.astype(np.float32)
+    bad = np.isnan(images).any(axis=(1, 2, 3))
+    require(
+      not bad.any(),
+      f'images contain NaN: {bad.sum()} of {count} do, first image '
+      f'{int(bad.argmax())}. They must be finite, in [0, 1].',
+    )
     low, high = float(images.min()), float(images.max())
     require(
       low >= 0 and high <= 1,
@@ -79,11 +132,16 @@ def check_examples(images: Any, labels: Any) -> Examples:
         else 'Normalise inside logits_fn, not before it.'
       ),
     )
-  require(
-    labels.ndim == 1,
-    f'labels have shape {list(labels.shape)}: must be [N], one class each'
-    + ('; one-hot labels: pass labels.argmax(-1).' * (labels.ndim == 2) or '.'),
-  )
+  if labels.ndim != 1:
+    cure = ''
+    if labels.ndim == 2:
+      cure = ' One-hot labels: pass labels.argmax(-1).'
+      if labels.shape[1] == 1:
+        cure = ' Pass labels[:, 0].'
+    raise UserError(
+      f'labels have shape {list(labels.shape)}: must be [N], one class each.'
+      + cure
+    )
   require(
     np.issubdtype(labels.dtype, np.integer),
     f'labels are {labels.dtype}: must be integers.',
@@ -99,7 +157,14 @@ def check_threats(
   threats: Threat | Iterable[Threat], images: np.ndarray
 ) -> tuple[Threat, ...]:
   """Returns the threats as a tuple, or raises a UserError."""
-  threats = (threats,) if isinstance(threats, Threat) else tuple(threats)
+  if isinstance(threats, Threat):
+    threats = [threats]
+  require(
+    isinstance(threats, Iterable),
+    f'threats={threats!r} is not allowed: must be one attacks.Threat or '
+    'several.',
+  )
+  threats = tuple(threats)
   require(bool(threats), 'threats is empty: name at least one.')
   for threat in threats:
     require(
@@ -166,14 +231,15 @@ def check_network(
     logits = jax.eval_shape(apply, arrays, images)
   except Exception as error:
     name = type(error).__name__
-    hint = (
-      _TRAINING_MODE
-      if any(word in name for word in ('Trace', 'Mutab', 'Rng'))
-      else 'Call it once yourself on such an array to find out more.'
-    )
+    if name in _OF_TRAINING_MODE or _OF_EQUINOX_DROPOUT in str(error):
+      hint = _TRAINING_MODE
+    elif isinstance(error, _OF_TRACING):
+      hint = 'jax.jit must be able to trace it: use jax.numpy, not NumPy.'
+    else:
+      hint = 'Call it once yourself on such an array to find out more.'
     raise UserError(
-      f'logits_fn failed on float32 images {list(shape)}: {name}: '
-      f'{_first_line(error)} {hint}'
+      f'logits_fn failed on float32 images {list(shape)} ({name}: '
+      f'{_first_line(error)}). {hint}'
     ) from error
   found = (
     f'{logits.dtype} {list(logits.shape)}'
@@ -199,12 +265,15 @@ def check_network(
   return Network(apply, arrays, classes)
 
 
-def check_logits(logits: np.ndarray, again: np.ndarray) -> None:
+def check_logits(
+  logits: np.ndarray, first: np.ndarray, again: np.ndarray
+) -> None:
   """Refuses a network whose logits cannot be attacked.
 
   Args:
-    logits: the logits of the images.
-    again: those of the first images, from a second trace in another order.
+    logits: the logits of all images, [N, K].
+    first: those of some of them, [..., K].
+    again: the same from a second trace, in batches with other images.
   """
   bad = ~np.isfinite(logits).all(axis=1)
   require(
@@ -218,11 +287,10 @@ def check_logits(logits: np.ndarray, again: np.ndarray) -> None:
     'the logits before the softmax; otherwise the attacks climb a softmax of a '
     'softmax, whose gradients vanish.',
   )
-  first = logits[: len(again)]
   difference = float(np.abs(again - first).max())
   require(
-    difference <= 1e-3 * max(1.0, float(np.abs(first).max())),
-    'logits_fn returned different logits for the same images in another order: '
+    difference <= _ROUNDING * max(1.0, float(np.abs(first).max())),
+    'logits_fn returned different logits for the same images in another batch: '
     f'they differ by up to {difference:.2g}. {_TRAINING_MODE}',
   )
 
@@ -236,4 +304,4 @@ def to_float(images: np.ndarray | Array) -> np.ndarray | Array:
 
 def _first_line(error: Exception) -> str:
   lines = str(error).strip().splitlines() or ['']
-  return lines[0][:300]
+  return lines[0][:300].rstrip('.')

@@ -44,8 +44,8 @@ class Outcomes:
 
   Attributes:
     settings: the settings of the evaluation, as JSON holds them: `protocol`,
-      `threats` (each with its attacks), `radii`, `seed`, `data`, and those that
-      the caller added.
+      `threats` (each with its attacks, and `attacked_clip` if they use another
+      clip), `radii`, `seed`, `data`, and those that the caller added.
     labels: the classes, int32 [N].
     logits: the logits of the images without an attack, [N, K].
     images: the first P images, float32 [P, H, W, C].
@@ -58,7 +58,8 @@ class Outcomes:
     distance: the norm of the perturbation in the threat's space before the
       image is clipped to [0, 1], [k, N].
     distance_clipped: the same after the clip, [k, N].
-    stuck: whether the last gradient was zero in every pixel, bool [k, N].
+    stuck: whether the last gradient of each try of a gradient attack was zero
+      in every pixel, bool [k, N].
     spent: the numbers of gradients and of forward passes without one, per
       threat and attack, int64 [k, A, 2].
   """

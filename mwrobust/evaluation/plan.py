@@ -16,11 +16,13 @@ class Row(NamedTuple):
   Attributes:
     threat: the threat with its radius multiplied.
     of: the name of the threat at its own radius.
-    solved: the threat at its own radius, in the space in which it is attacked.
+    solved: the threat at its own radius, in the space and with the clip with
+      which it is attacked.
     scale: the factor of the radius.
-    attacked: whether this is the first row with this set of images.
+    attacked: whether this is the first of the `equal` rows.
     within: the rows whose sets contain this one, including itself.
-    equal: the rows with the same set, including itself.
+    equal: the rows with the same set that are attacked in the same way,
+      including itself.
   """
 
   threat: Threat
@@ -48,7 +50,9 @@ class Pass(NamedTuple):
   number: int
 
 
-def make_rows(threats: Sequence[Threat], radii: Sequence[float]) -> list[Row]:
+def make_rows(
+  threats: Sequence[Threat], radii: Sequence[float], protocol: Protocol
+) -> list[Row]:
   """Lists the rows of the outcomes, radius by radius."""
   scaled = [
     dataclasses.replace(
@@ -59,19 +63,22 @@ def make_rows(threats: Sequence[Threat], radii: Sequence[float]) -> list[Row]:
     for radius in radii
     for threat in threats
   ]
+  solved = [_solved(threat, protocol) for threat in threats] * len(radii)
   rows = []
   for i, threat in enumerate(scaled):
     contains = [_contains(other, threat) for other in scaled]
     equal = [
-      j for j, other in enumerate(scaled) if contains[j] and
-      _contains(threat, other)
-    ]  # fmt: skip
-    original = threats[i % len(threats)]
+      j
+      for j, other in enumerate(scaled)
+      if contains[j]
+      and _contains(threat, other)
+      and _how(solved[j]) == _how(solved[i])
+    ]
     rows.append(
       Row(
         threat=threat,
-        of=original.name,
-        solved=_simplest(original),
+        of=threats[i % len(threats)].name,
+        solved=solved[i],
         scale=radii[i // len(threats)],
         attacked=equal[0] == i,
         within=tuple(np.flatnonzero(contains).tolist()),
@@ -79,6 +86,16 @@ def make_rows(threats: Sequence[Threat], radii: Sequence[float]) -> list[Row]:
       )
     )
   return rows
+
+
+def _solved(threat: Threat, protocol: Protocol) -> Threat:
+  attacked = protocol.attacked_as(threat)
+  # In pixels, the climb of unclipped images would be another one.
+  return attacked if attacked.clip == 'end' else _simplest(attacked)
+
+
+def _how(threat: Threat) -> tuple[spaces.Space, str]:
+  return spaces.get(threat.space), threat.clip
 
 
 def _simplest(threat: Threat) -> Threat:

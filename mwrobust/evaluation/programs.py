@@ -107,7 +107,7 @@ class Programs:
         kind = type(attack), getattr(attack, 'rule', '')
         pairs = self._pairs.setdefault(kind, [])
         self._place[stage, threat] = kind, len(pairs)
-        pairs.append((protocol.attacked_as(threat), attack))
+        pairs.append((threat, attack))
     self._compiled: dict[Any, Future] = {}
     self._pool = ThreadPoolExecutor(1)
 
@@ -283,8 +283,8 @@ def natural(network: Network, examples: Examples, batch_size: int) -> Natural:
   size = devices.round_up(min(batch_size, count))
   arrays = jax.device_put(network.arrays, devices.replicated())
 
-  def logits_of(step, rows):
-    (images,) = devices.split_rows(rows, examples.images)
+  def logits_of(step, rows, images=examples.images):
+    (images,) = devices.split_rows(rows, images)
     return np.asarray(step(arrays, images)).astype(np.float32)
 
   step = make_step()
@@ -295,8 +295,16 @@ def natural(network: Network, examples: Examples, batch_size: int) -> Natural:
     ]
   )
   first = np.resize(np.arange(count), size)
-  again = logits_of(make_step(), first[::-1])[::-1][:count]
-  inputs.check_logits(logits, again)
+  # Again in other batches: each device gets every other image, in reverse
+  # order, and copies of a negative, which change the statistics of its batch.
+  kept = first.reshape(devices.mesh().size, -1)[:, ::-2]
+  images = np.concatenate([examples.images[:size], examples.images[:1]])
+  images[-1] = (255 if images.dtype == np.uint8 else 1) - images[-1]
+  copies = max(1, size // len(kept) - kept.shape[1])
+  rows = np.pad(kept, [(0, 0), (0, copies)], constant_values=len(images) - 1)
+  again = logits_of(make_step(), rows.ravel(), images)
+  again = again.reshape(*rows.shape, -1)[:, : kept.shape[1]]
+  inputs.check_logits(logits, logits[kept], again)
   start = time.perf_counter()
   logits_of(step, first)
   microseconds = 1e6 * (time.perf_counter() - start)

@@ -1,6 +1,7 @@
 """Protocols: the attacks that a threat meets, one after the other.
 
-Each attack of a protocol attacks only what the ones before it left standing.
+Each attack of a protocol attacks only the images that survived the ones before
+it.
 
   standard   APGD-CE, targeted APGD-DLR, targeted FAB and Square: AutoAttack's
              order and numbers, but for more starts of APGD-CE. This is the
@@ -75,10 +76,10 @@ class Protocol:
   """A protocol for networks of a certain number of classes.
 
   Attributes:
-    name: `'standard'`, ...; `'own'` for a list of the caller's.
+    name: `'standard'`, ...; `'own'` for the caller's own attacks.
     stages: the attacks by their names, in order, for each norm.
-    clip: if not None, what to attack threats of spaces other than pixels with,
-      in place of `clip='inside'`.
+    clip: if not None, the clip to use for threats in spaces other than pixels
+      that have `clip='inside'`.
   """
 
   name: str
@@ -91,19 +92,26 @@ class Protocol:
     return tuple(self.stages['linf'])
 
   def attacked_as(self, threat: Threat) -> Threat:
-    """Returns the threat as the attacks of this protocol take it.
+    """Returns the threat with the clip that the attacks use.
 
-    The paper clips the image once, after the inverse DCT.
+    The paper clips the image once, after the inverse DCT. Attacks other than
+    PGD treat `clip='end'` as `'inside'`.
     """
-    if self.clip and threat.clip == 'inside' and threat.space != 'pixel':
-      return dataclasses.replace(threat, clip=self.clip)
-    return threat
+    clip = threat.clip
+    if self.clip and clip == 'inside' and threat.space != 'pixel':
+      clip = self.clip
+    attacks = self.stages[threat.norm].values()
+    if clip == 'end' and not any(
+      isinstance(attack, Ascent) and attack.rule == 'pgd' for attack in attacks
+    ):
+      clip = 'inside'
+    return dataclasses.replace(threat, clip=clip)
 
 
 def make_protocol(
   protocol: str | Iterable[Attack] | Mapping[str, Attack], classes: int
 ) -> Protocol:
-  """Makes a protocol of its name, or of a list of attacks.
+  """Makes a protocol from its name, or from attacks.
 
   Args:
     protocol: a name of `PROTOCOLS`; or attacks, such as `[attacks.apgd(50),
@@ -125,6 +133,12 @@ def make_protocol(
 def _named(attacks: Iterable[Attack] | Mapping[str, Attack]) -> Stages:
   if isinstance(attacks, Attack):
     attacks = [attacks]
+  if not isinstance(attacks, Iterable):
+    raise UserError(
+      f'protocol={attacks!r} is not allowed: must be one of '
+      f'{", ".join(map(repr, PROTOCOLS))}, or attacks, such as '
+      '[attacks.apgd(100)].'
+    )
   if isinstance(attacks, Mapping):
     found = dict(attacks)
   else:
@@ -162,9 +176,9 @@ def _name(attack: Any) -> str:
 
 
 def evaluations(attack: Attack) -> tuple[int, int]:
-  """Returns the gradients and the other forward passes that it takes at most.
+  """Returns the most gradients and other forward passes that it takes.
 
-  For one example that withstands all of its tries.
+  They are those of one example that survives all of its tries.
   """
   tries = attack.tries
   match attack:

@@ -78,24 +78,26 @@ def evaluate(
   """
   inputs.check_count('batch_size', batch_size, lowest=1)
   inputs.check_count('seed', seed, lowest=0)
+  inputs.check_count('pictures', pictures, lowest=0)
+  radii, about = inputs.check_radii(radii), inputs.check_about(about)
   examples = inputs.check_examples(images, labels)
   threats = inputs.check_threats(threats, examples.images)
   network = inputs.check_network(logits_fn, params, examples)
   protocol = make_protocol(protocol, network.classes)
-  rows = make_rows(threats, _check_radii(radii))
+  rows = make_rows(threats, radii, protocol)
   settings = _settings(rows, radii, protocol, seed, examples, about)
+  # Before the lock, which makes the folder: a refused network leaves none.
+  natural = programs.natural(network, examples, batch_size)
+  outcomes = Outcomes.begin(
+    settings,
+    examples.labels,
+    natural.logits,
+    np.asarray(inputs.to_float(examples.images[:pictures])),
+  )
+  path = None if folder is None else epath.Path(folder, FILE)
   with contextlib.ExitStack() as stack:
-    if folder is not None:
-      stack.enter_context(files.locked(folder))
-    natural = programs.natural(network, examples, batch_size)
-    outcomes = Outcomes.begin(
-      settings,
-      examples.labels,
-      natural.logits,
-      np.asarray(inputs.to_float(examples.images[:pictures])),
-    )
-    path = None if folder is None else epath.Path(folder, FILE)
     if path is not None:
+      stack.enter_context(files.locked(folder))
       outcomes = _resume(path, outcomes)
       stack.callback(lambda: outcomes.save(path))
     rounds = make_rounds(rows, protocol)
@@ -118,11 +120,11 @@ def evaluate(
 
 def _settings(
   rows: Sequence[Row],
-  radii: Sequence[float],
+  radii: list[float],
   protocol: Protocol,
   seed: int,
   examples: Examples,
-  about: Mapping[str, Any] | None,
+  about: dict[str, Any],
 ) -> dict[str, Any]:
   """Returns everything the outcomes depend on, as JSON loads it."""
 
@@ -138,11 +140,12 @@ def _settings(
   for array in examples:
     digest.update(np.ascontiguousarray(array))
   settings = {
-    **(about or {}),
+    **about,
     'protocol': protocol.name,
     'threats': [
       {
         **row.threat.to_dict(),
+        **_attacked_clip(row),
         'of': row.of,
         'attacks': {
           name: attack_fields(attack)
@@ -151,7 +154,7 @@ def _settings(
       }
       for row in rows
     ],
-    'radii': list(radii),
+    'radii': radii,
     'seed': seed,
     'data': {
       'images': list(examples.images.shape),
@@ -161,14 +164,10 @@ def _settings(
   return json.loads(json.dumps(settings))
 
 
-def _check_radii(radii: Sequence[float]) -> Sequence[float]:
-  inputs.require(
-    len(radii) > 0
-    and all(0 < radius < float('inf') for radius in radii)
-    and list(radii) == sorted(set(radii)),
-    f'radii={radii!r} is not allowed: must be positive and increasing.',
-  )
-  return radii
+def _attacked_clip(row: Row) -> dict[str, str]:
+  """Returns the clip of the attacks if they use `'end'` and the threat not."""
+  used = row.solved.clip
+  return {'attacked_clip': used} if used == 'end' != row.threat.clip else {}
 
 
 # --------------------------------------------------------------------- resume
@@ -295,16 +294,20 @@ def _record(
   for i in row.within:
     stood = outcomes.fell[i, examples] == STANDING
     better = stood & (fooled | (attacked.loss > outcomes.loss[i, examples]))
-    for name in (
-      *('predicted', 'loss', 'distance', 'distance_clipped', 'stuck'),
-    ):
+    for name in ('predicted', 'loss', 'distance', 'distance_clipped'):
       field = getattr(outcomes, name)
       field[i, examples[better]] = getattr(attacked, name)[better]
     pictured = better & (examples < len(outcomes.images))
     outcomes.adversarial[i, examples[pictured]] = attacked.images[pictured]
     outcomes.fell[i, examples[stood & fooled]] = a_pass.stage
+  attacks = outcomes.settings['threats'][a_pass.row]['attacks'].values()
+  uses_gradients = [attack['evaluations'][0] > 0 for attack in attacks]
+  is_first = not (a_pass.start or any(uses_gradients[: a_pass.stage]))
   for i in row.equal:
     outcomes.tried[i, examples] += 1
+    if uses_gradients[a_pass.stage]:
+      before = is_first | outcomes.stuck[i, examples]
+      outcomes.stuck[i, examples] = before & attacked.stuck
 
 
 class _Shown(contextlib.AbstractContextManager):
@@ -333,8 +336,11 @@ class _Shown(contextlib.AbstractContextManager):
     costs = [sum(map(cost, a_round)) for a_round in rounds]
     self._offsets = np.cumsum([0, *costs])
     self._stage = None
-    total = float(self._offsets[-1])
-    self._progress = progress and Progress(total, log_every=total / 10)
+    self._note = ''
+    self._total = float(self._offsets[-1])
+    self._progress = progress and Progress(
+      self._total, log_every=self._total / 10
+    )
 
   def update(self, done: int, share: float) -> None:
     """Shows that so many rounds are done, and a share of the next."""
@@ -355,10 +361,12 @@ class _Shown(contextlib.AbstractContextManager):
     threats = self._outcomes.threats[first.row]
     if others:
       threats = f'{1 + len(others)} threats'
-    self._progress.update(
-      float(at + share * (following - at)), f'{name} under {threats}'
-    )
+    self._note = f'{name} under {threats}'
+    self._progress.update(float(at + share * (following - at)), self._note)
 
-  def __exit__(self, *_) -> None:
+  def __exit__(self, error: type[BaseException] | None, *_) -> None:
     if self._progress:
+      # The last rounds are empty if every example has fallen.
+      if error is None and self._note:
+        self._progress.update(self._total, self._note)
       self._progress.close()

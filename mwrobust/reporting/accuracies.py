@@ -6,6 +6,7 @@ mean and standard deviation.
 
 import statistics
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import ml_collections
 
@@ -48,8 +49,9 @@ def accuracy_parts(
 
   Args:
     merged: the runs.
-    columns: the methods and networks to show; all there are by default.
-    rows: of the tables; all there are by default.
+    columns: the methods and networks to show; by default all.
+    rows: the rows of the tables; by default union, min, each threat and
+      natural.
   """
   first = merged[0].primary.first
   rows = rows or ('union', 'min', *first.threats, 'natural')
@@ -149,7 +151,7 @@ def unlike_the_paper(run: Run) -> str:
   threats = run.primary.first.settings['threats']
 
   def described(threats):
-    return ', '.join(f'{name} {eps:.4g}' for name, eps in threats)
+    return ', '.join(map(_described, threats))
 
   compared = {
     'data': (config.data.name, theirs.data.name),
@@ -158,8 +160,8 @@ def unlike_the_paper(run: Run) -> str:
       theirs.model.name,
     ),
     'threats': (
-      described((threat['name'], threat['eps']) for threat in threats),
-      described((t.name, t.eps) for t in config_lib.make_threats(theirs)),
+      described(threats),
+      described(t.to_dict() for t in config_lib.make_threats(theirs)),
     ),
   }
   return '; '.join(
@@ -167,6 +169,13 @@ def unlike_the_paper(run: Run) -> str:
     for what, (ours, other) in compared.items()
     if ours != other
   )
+
+
+def _described(threat: dict[str, Any]) -> str:
+  """Returns `'dct_l1 7.84'`, with the space and norm if the name lacks them."""
+  name, ball = threat['name'], f'{threat["space"]}_{threat["norm"]}'
+  about = '' if name == ball else f' ({ball})'
+  return f'{name}{about} {threat["eps"]:.4g}'
 
 
 def other_fields(config: ml_collections.ConfigDict) -> str:

@@ -274,7 +274,7 @@ def _colours_of(body: str) -> str:
 
 
 def is_known(value: Number) -> bool:
-  """Whether it is a number that can be drawn; NaN is not."""
+  """Returns whether the value is a number that can be drawn; NaN is not."""
   return value is not None and abs(float(value)) < 1e300
 
 

@@ -147,7 +147,7 @@ def load(
 def load_outcomes(path: epath.Path) -> Outcomes:
   """Reads an evaluation of a run, and checks its settings."""
   outcomes = Outcomes.load(path)
-  for field in ('network', 'is_output', 'outer_steps', 'split'):
+  for field in ('network', 'is_output', 'outer_steps', 'members', 'split'):
     if field not in outcomes.settings:
       raise UserError(
         f'{path} cannot be read as an evaluation of a run: its settings have '

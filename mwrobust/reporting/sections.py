@@ -24,7 +24,7 @@ _NUMBERS = (
   *('nine', 'ten', 'eleven', 'twelve'),
 )
 # Checks that are not about gradient masking.
-_OTHER_CHECKS = ('inside the ball', 'protocol')
+_OTHER_CHECKS = ('attacked images', 'inside the ball', 'protocol')
 _WIDEST = 112  # The most pixels of a picture; larger ones are shrunk.
 
 
@@ -129,6 +129,8 @@ def masking(checks: Sequence[Check]) -> str:
   failed = [check.name for check in checks if not check.passed]
   if any(name not in _OTHER_CHECKS for name in failed):
     return 'This looks like gradient masking: the true accuracy may be lower.'
+  if 'attacked images' in failed:
+    return 'Nothing was attacked.'
   if 'protocol' in failed:
     return 'This protocol cannot tell whether the network masks its gradients.'
   if failed:
@@ -149,11 +151,13 @@ def masking_part(checks: Sequence[Check]) -> Part:
 def verdict_parts(evaluated: Evaluated) -> list[Part]:
   """Returns the verdict, its charts and tables, and the checks."""
   main, checks = evaluated.main, evaluated.checks
-  radii = ', '.join(
-    f'{threat["name"]} {threat["eps"]:.4g}'
-    + f' (clip {threat["clip"]})' * (threat['clip'] != 'inside')
-    for threat in main.settings['threats']
-  )
+
+  def with_radius(threat):
+    clip = threat.get('attacked_clip', threat['clip'])
+    about = f' (clip {clip})' if clip != 'inside' else ''
+    return f'{threat["name"]} {threat["eps"]:.4g}{about}'
+
+  radii = ', '.join(map(with_radius, main.settings['threats']))
   parts = [
     text(verdict(main), 'lead'),
     masking_part(checks),

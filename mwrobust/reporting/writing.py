@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from etils import epath
 
 from mwrobust import config as config_lib
+from mwrobust.errors import UserError
 from mwrobust.evaluation import Outcomes
 from mwrobust.reporting import accuracies, runs, sections, training
 from mwrobust.reporting.accuracies import accuracy_parts, method_title
@@ -41,6 +42,13 @@ def write(
   """
   if isinstance(outcomes, Outcomes):
     outcomes = [outcomes]
+  for each in outcomes:
+    radii = each.settings['radii']
+    if len(radii) > 1:
+      raise UserError(
+        f'outcomes has the radii {radii}: must have one. Pass a curve as '
+        'reporting.write(outcomes, folder, curve).'
+      )
   evaluated = Evaluated(tuple(outcomes), curve)
   runs.check_same([*outcomes, *([] if curve is None else [curve])])
   title = f'How robust is {sections.network(evaluated.main)}?'
@@ -184,6 +192,8 @@ def _failed(merged: Sequence[Run]):
 
 def _masked_runs(merged: Sequence[Run]) -> str:
   failed = list(_failed(merged))
+  if any(run.output is None for run in merged) and not failed:
+    return 'The outputs of some runs are not evaluated yet.'
   if not failed:
     return 'Nothing looks like gradient masking in any run.'
   count = len({name for name, _, _ in failed})

@@ -33,7 +33,7 @@ def explained(path: str | os.PathLike) -> Iterator[None]:
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
       cure = 'Free some space, then run the same command again to resume.'
     else:
-      cure = 'Make it writable, or choose another workdir.'
+      cure = 'Make it writable, or choose another folder.'
     raise UserError(f'Cannot write {path}: {error}. {cure}') from error
 
 

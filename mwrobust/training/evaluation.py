@@ -134,6 +134,7 @@ def _evaluate_network(
     seed=job.config.seed,
     folder=workdir / 'eval' / f'{name}_{protocol}_{digest}',
     about=about,
+    pictures=0 if len(radii) > 1 else 8,  # Curves show none.
     on_batch=lambda outcomes: check_stop(),
   )
 
