@@ -742,7 +742,11 @@ def test_a_finished_run_can_be_extended_where_nothing_depends_on_its_length(
       {'train.T': 4},
       ["optimizer.schedule = 'cosine'"],
     ),
-    ({'train.budget': 6000}, {'train.budget': 7000}, ['train.budget = 7000']),
+    (
+      {'train.ramp': 0.0, 'train.budget': 6000},
+      {'train.budget': 7000},
+      ['train.budget = 7000'],
+    ),
     ({'train.budget': 7000}, {'train.budget': 6000}, None),
     ({'seed': 1}, {'seed': 2}, None),
   ],
