@@ -478,7 +478,7 @@ def test_the_papers_protocol_is_never_called_healthy(examples):
   assert not check_of(found, 'protocol').passed
 
 
-def of_attacks(kinds, fell, count=40, radii=(1.0,), eps=0.5):
+def of_attacks(kinds, fell, count=40, radii=(1.0,), eps=0.5, targets=9):
   """Makes outcomes of attacks of these kinds by hand.
 
   Args:
@@ -487,7 +487,9 @@ def of_attacks(kinds, fell, count=40, radii=(1.0,), eps=0.5):
     count: the number of images.
     radii: multiples of the radius.
     eps: the radius.
+    targets: the number of classes at which each aims.
   """
+  attack = {'tries': 1, 'evaluations': [1, 1], 'targets': targets}
   threats = [
     {
       'name': f'x{radius}',
@@ -495,7 +497,7 @@ def of_attacks(kinds, fell, count=40, radii=(1.0,), eps=0.5):
       'norm': 'l2',
       'eps': eps * radius,
       'attacks': {
-        f'my {place}': {'attack': kind, 'tries': 1, 'evaluations': [1, 1]}
+        f'my {place}': attack | {'attack': kind}
         for place, kind in enumerate(kinds)
       },
     }
@@ -539,6 +541,13 @@ FREE = 'gradient-free attack'
 def test_what_a_protocol_cannot_tell_does_not_pass(kinds, fell, failed):
   found = of_attacks(kinds, fell)
   assert [c.name for c in evaluation.checks(found) if not c.passed] == failed
+
+
+def test_the_first_attack_that_aims_at_classes_finds_some_more():
+  found = of_attacks(['Ascent', 'Fab'], [9, 3], targets=0)
+  assert check_of(found, 'gradient masking').passed
+  found = of_attacks(['Ascent', 'Fab'], [9, 9], targets=0)
+  assert not check_of(found, 'gradient masking').passed
 
 
 def test_the_sentences_name_the_attacks_after_the_climbs():

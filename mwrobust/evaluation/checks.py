@@ -126,13 +126,16 @@ def _gain(outcomes: Outcomes, after: int) -> tuple[float, str, str]:
 def _later_attacks(outcomes: Outcomes, last_climb: int) -> Check:
   """Checks how much other attacks find after all gradient climbs.
 
-  Later attacks are expected to find a little more. Much more means that the
+  Later attacks are expected to find a little more, and a few points more if
+  they are the first that aim at single classes. Much more means that the
   gradient of the loss misdirects attacks.
   """
   points, threat, names = _gain(outcomes, last_climb)
+  attacks = list(outcomes.settings['threats'][0]['attacks'].values())
+  aimed = any(attack.get('targets') for attack in attacks[: last_climb + 1])
   return Check(
     'gradient masking',
-    _are_few(points, outcomes, 3),
+    _are_few(points, outcomes, 3 if aimed else 10),
     f'After the gradient climbs, {names} lowered the accuracy by {points:.1f} '
     f'more points, under {threat}.',
     'The network may mask its gradients there. The figures of this protocol '
