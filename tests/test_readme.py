@@ -51,8 +51,8 @@ def test_how_robust_is_your_network(names, tmp_path, monkeypatch, capsys):
   assert 'union' in capsys.readouterr().out
   assert (tmp_path / 'my_network' / 'report.html').exists()
   equinox = block_with('jax.vmap(net)')
-  exec(equinox.replace('eps=8 / 255)\n', f'eps=8 / 255), {SHORT}\n'), names)
-  assert names['outcomes'].threats == ('pixel_linf',)
+  exec(equinox.replace('[pixels, dct]', f'[pixels, dct], {SHORT}'), names)
+  assert names['outcomes'].threats == ('pixel_linf', 'dct_linf')
 
 
 def test_attacks_as_functions(names):
