@@ -44,7 +44,7 @@ FIELDS = {
   'train.T=10': 'outer steps',
   'train.r=2': 'epochs per outer step',
   'train.batch_size=100': 'images in a mini batch',
-  'eval.examples=500': 'the first so many test images; 0 for all',
+  'eval.examples=500': 'use only the first N test images; 0 for all',
   'eval.protocols=standard,fast': 'how hard the evaluation attacks',
   'seed=1': 'the seed of everything random',
 }
@@ -67,6 +67,27 @@ class NumberParser(flags.ArgumentParser):
       return float(argument)
     except (ValueError, ArithmeticError) as error:
       raise ValueError('It must be a number, such as 0.3 or 8/255.') from error
+
+
+class IntegerParser(flags.ArgumentParser):
+  """Reads an integer such as `10`, `9_000_000` or `5e6`.
+
+  >>> [IntegerParser().parse(text) for text in ('10', '9_000_000', '5e6')]
+  [10, 9000000, 5000000]
+  """
+
+  syntactic_help = 'an integer'
+
+  def parse(self, argument: str | int) -> int:
+    """Returns the integer, or raises a ValueError."""
+    message = 'It must be an integer, such as 10 or 5e6.'
+    try:
+      number = fractions.Fraction(argument)
+    except (ValueError, ArithmeticError) as error:
+      raise ValueError(message) from error
+    if number.denominator != 1:
+      raise ValueError(message)
+    return int(number)
 
 
 class TupleParser(flags.ArgumentParser):
@@ -92,6 +113,7 @@ class TupleParser(flags.ArgumentParser):
 
 _PARSERS = {
   bool: flags.BooleanParser(),
+  int: IntegerParser(),
   float: NumberParser(),
   tuple: TupleParser(),
 }
@@ -270,6 +292,8 @@ def _parse(
         config_lib.check_field(word.removeprefix('config.'))
     if default_config and 'config' not in given:
       argv = [argv[0], f'--config={default_config(given)}', *argv[1:]]
+    elif default_config:
+      _check_config_file(given['config'])
     rest = flags.FLAGS([_find_config(arg) for arg in argv])
     if default_config:
       _ = flags.FLAGS.config.preset  # Raises if the config cannot be read.
@@ -321,9 +345,21 @@ def _find_config(arg: str) -> str:
   """Finds configs/NAME.py in the package if the current folder has none."""
   flag, found, name = arg.partition('configs/')
   is_path = found and flag in ('', '--config=', '-config=')
-  if is_path and not pathlib.Path('configs').exists():
+  file, _, _ = name.partition(':')
+  if is_path and not pathlib.Path('configs', file).exists():
     return f'{flag}{CONFIGS / name}'
   return arg
+
+
+def _check_config_file(config: str) -> None:
+  """Raises a UserError if the file of `FILE` or `FILE:VARIANTS` is missing."""
+  name, dot, _ = config.partition('.py')
+  if not pathlib.Path(_find_config(name + dot)).exists():
+    known = [f'configs/{path.name}' for path in sorted(CONFIGS.glob('*.py'))]
+    raise UserError(
+      f'--config={config}: there is no such file.'
+      f'{did_you_mean(name + dot, known)} There are {", ".join(known)}.'
+    )
 
 
 def _from_config(error: BaseException) -> UserError | None:

@@ -30,12 +30,8 @@ _ARRAYS = (('images', 'labels'), ('x_test', 'y_test'), ('x', 'y'))
 
 def define_flags() -> None:
   """Defines the flags of this program; programs that import it have others."""
-  flags.DEFINE_string(
-    'network', None, 'Your function, module:name.', required=True
-  )
-  flags.DEFINE_string(
-    'data', None, 'An .npz file with images and labels.', required=True
-  )
+  flags.DEFINE_string('network', None, 'Your function, module:name.')
+  flags.DEFINE_string('data', None, 'An .npz file with images and labels.')
   for norm in ('linf', 'l2', 'l1'):
     flags.DEFINE(
       command_line.NumberParser(),
@@ -53,7 +49,7 @@ def define_flags() -> None:
     'How hard the attacks try; see mwrobust/evaluation/protocols.py.',
   )
   for name, default, lowest, text in (
-    ('examples', 0, 0, 'Use only the first so many images; 0 for all.'),
+    ('examples', 0, 0, 'Use only the first N images; 0 for all.'),
     (
       'curve_examples',
       100,
@@ -64,15 +60,17 @@ def define_flags() -> None:
     ('seed', 0, 0, 'The seed of everything random.'),
   ):
     flags.DEFINE_integer(name, default, text, lower_bound=lowest)
-  flags.DEFINE_string(
-    'output', None, 'Folder for the outcomes and the page.', required=True
-  )
+  flags.DEFINE_string('output', None, 'Folder for the outcomes and the page.')
 
 
 def main(argv: list[str]) -> None:
   """Evaluates the network, writes the page and prints the table."""
   command_line.no_arguments(argv)
   given = flags.FLAGS
+  if not (given.network and given.data and given.output):
+    raise UserError(
+      'Give --network=module:function, --data=FILE.npz and --output=FOLDER.'
+    )
   devices.use_all_cores()
   threats = make_threats(
     {norm: given[norm].value for norm in ('linf', 'l2', 'l1')}, given.spaces
