@@ -1,4 +1,4 @@
-"""What the programs share: the config flag, and errors without tracebacks."""
+"""Parses the flags of the programs and prints errors without tracebacks."""
 
 import ast
 import contextlib
@@ -224,7 +224,7 @@ def call(main: Callable[[list[str]], None], argv: list[str]) -> None:
 
 
 def limit_cache(folder: pathlib.Path, most: int) -> None:
-  """Deletes the oldest compiled programs beyond so many bytes.
+  """Deletes the oldest compiled programs until `most` bytes are left.
 
   JAX has a limit of its own, `jax_compilation_cache_max_size`, but refuses to
   cache anything once a kill between two writes has left an entry incomplete.

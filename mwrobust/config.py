@@ -44,7 +44,7 @@ EPS = {
   ('balanced', 'mnist'): {'pixel': (0.4, 2.2, 9.0), 'dct': (0.12, 2.2, 10.0)},
 }
 # These do not change training, so they may differ between two calls on one
-# workdir. A name that ends with a dot stands for all fields below it.
+# workdir. A name that ends with a dot means all fields below it.
 FREE_FIELDS = ('eval.', 'train.check_examples', 'train.log_every')
 # A search tunes these for each method, besides those of its policy.
 TUNED_FIELDS = ('optimizer.learning_rate', 'train.ramp')
@@ -83,7 +83,7 @@ def base() -> ConfigDict:
   data_fields.dir = ''
   data_fields.validation = 'seed'  # Chooses 10 % of train; or the 'last' 10 %.
   data_fields.augment = False  # Random crops of the padded image, and flips.
-  data_fields.train_examples = 0  # Use only the first so many; 0 for all.
+  data_fields.train_examples = 0  # Use only the first N; 0 for all.
 
   config.model = model = ConfigDict()
   model.name = 'resnet50'  # See mwrobust/models; or your own module:Class.
@@ -141,15 +141,15 @@ def base() -> ConfigDict:
   train.batch_size = 128
   train.ramp = 0.0  # The share of training in which the radii grow from 0.
   train.validation_examples = 0  # Images to estimate the losses on; 0 for all.
-  # On the first so many of them, a stronger attack checks after every outer
+  # On the first N of them, a stronger attack checks after every outer
   # step whether the network fools the training attack; 0 for no check.
   train.check_examples = 50
-  train.precision = 'float32'  # Or 'bfloat16' for the network's own training.
+  train.precision = 'float32'  # Or 'bfloat16', for the network only.
   train.log_every = 100  # The number of steps between two rows of metrics.
 
   config.eval = evaluation = ConfigDict()
   evaluation.split = 'test'  # Or 'validation', to choose settings.
-  evaluation.examples = 0  # Use only the first so many images; 0 for all.
+  evaluation.examples = 0  # Use only the first N images; 0 for all.
   evaluation.batch_size = 250
   # See mwrobust/evaluation/protocols.py; the appendix of the paper uses
   # 'paper-20', and 'fast' takes a tenth of the time of 'standard'.

@@ -11,7 +11,7 @@ from mwrobust.errors import UserError
 from mwrobust.importing import import_module_of
 from mwrobust.models.normalise import normalise
 
-# The arguments that tell modules whether this is training, with their values in
+# The arguments that say whether a module is being trained, with their values in
 # training.
 TRAIN_ARGUMENTS = {
   'train': True,

@@ -32,11 +32,11 @@ METHODS = {
 # The random starts of the paper's tables, by protocol.
 STARTS = {'paper': 1, 'paper-20': 20}
 Column = tuple[str, str]  # A method, and the network of it that is evaluated.
-Columns = dict[Column, list[Outcomes]]  # Of all seeds.
+Columns = dict[Column, list[Outcomes]]  # The outcomes of all seeds.
 
 
 def method_title(method: str) -> str:
-  """Returns what a column is called: `'Mult. weights'`."""
+  """Returns the title of a method: `'Mult. weights'`."""
   return METHODS.get(method, method.capitalize())
 
 
@@ -109,7 +109,7 @@ def group(merged: Sequence[Run]) -> dict[str, Columns]:
 
 
 def column_names(columns: Iterable[Column]) -> dict[Column, str]:
-  """Returns what tells the columns apart: the network, the method, or both."""
+  """Returns the names that distinguish the columns: the network, the method, or both."""
   methods, networks = map(set, zip(*columns, strict=True))
 
   def name(method: str, network: str) -> str:
@@ -145,7 +145,7 @@ def paper_data(config: ml_collections.ConfigDict) -> str:
 
 
 def unlike_the_paper(run: Run) -> str:
-  """Returns in what data, network or threats differ from the paper's, or ''."""
+  """Returns how data, network or threats differ from the paper's, or ''."""
   config = run.config
   theirs = config_lib.preset('paper', paper_data(config))
   threats = run.primary.first.settings['threats']
@@ -179,7 +179,7 @@ def _described(threat: dict[str, Any]) -> str:
 
 
 def other_fields(config: ml_collections.ConfigDict) -> str:
-  """Returns in what else a run differs from the paper, in a sentence or ''."""
+  """Returns the other differences from the paper in a sentence, or ''."""
   theirs = config_lib.flatten(config_lib.preset('paper', paper_data(config)))
   ours = config_lib.flatten(config)
   differing = [
@@ -188,7 +188,9 @@ def other_fields(config: ml_collections.ConfigDict) -> str:
     if ours.get(field) != theirs.get(field)
     and not field.startswith((*SEEDS_DIFFER, 'method', 'policy.', 'preset'))
   ]
-  return f'It differs in {"; ".join(differing)}. ' if differing else ''
+  return (
+    f'The run also differs in {"; ".join(differing)}. ' if differing else ''
+  )
 
 
 def _beside(

@@ -131,7 +131,7 @@ def stacked_shares(
 
 
 class Bar(NamedTuple):
-  """Holds a value in percent, its interval, and what was measured."""
+  """Holds a value in percent, its interval, and its label."""
 
   value: float
   low: float

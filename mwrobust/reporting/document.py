@@ -13,13 +13,13 @@ from mwrobust.runtime import files
 
 
 class Part(NamedTuple):
-  """A piece of a report, for the page and for Markdown; '' where not shown."""
+  """A piece of a report, for the page and for Markdown; '' if not shown."""
 
   html: str
   markdown: str
 
 
-Section = tuple[str, list[Part]]  # With its heading.
+Section = tuple[str, list[Part]]  # A heading and its parts.
 
 
 def text(words: str, kind: str = '') -> Part:
@@ -104,7 +104,7 @@ def to_markdown(sections: Sequence[Section]) -> str:
 
 
 def summary(paragraphs: Sequence[str], lines: int = 6, width: int = 80) -> str:
-  """Returns the paragraphs within so many lines; the longest are cut short."""
+  """Returns the paragraphs within a number of lines; the longest are cut short."""
   wrapped = [textwrap.wrap(words, width) for words in paragraphs[:lines]]
   while sum(map(len, wrapped)) > lines:
     longest = max(wrapped, key=len)

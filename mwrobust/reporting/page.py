@@ -28,7 +28,7 @@ from PIL import Image
 Number = float | None  # None and NaN are unknown.
 
 # For light and for dark pages. Each has a contrast of 3 to the background, and
-# the colour-blind can tell the six of a set apart.
+# the colour-blind can distinguish the six of a set.
 _THREATS = {
   'pixel_linf': ('#1450a8', '#4a8ff2'),
   'pixel_l2': ('#ad2f0c', '#e0562c'),
@@ -50,7 +50,7 @@ _OTHERS = (
 
 _GLYPHS = {'good': '✓', 'bad': '✗', 'note': '*'}  # Not everyone sees colours.
 
-_SHORT = ' class="short"'  # Not broken at a hyphen.
+_SHORT = ' class="short"'  # Keeps short headings on one line.
 _DASH = '\N{EN DASH}'
 
 _CSS = resources.files(__package__).joinpath('page.css').read_text('utf-8')
@@ -249,7 +249,7 @@ def _table(
 
 
 def colour(name: str) -> str:
-  """Returns the style that sets the colour of a series: its own variable."""
+  """Returns the style that sets the colour of a series to its CSS variable."""
   slug = re.sub(r'\W', lambda match: f'-{ord(match[0]):x}-', name)
   return f'--c:var(--series-{slug})'
 

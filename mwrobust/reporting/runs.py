@@ -15,7 +15,7 @@ from mwrobust.evaluation import FILE, PROTOCOLS, Outcomes
 from mwrobust.reporting.sections import Evaluated
 
 # Config fields that may differ between seeds of one method, and those that may
-# differ between methods. A name with a final dot stands for all fields below.
+# differ between methods. A name that ends with a dot means all fields below it.
 SEEDS_DIFFER = (*config_lib.FREE_FIELDS, 'seed', 'data.dir')
 METHODS_DIFFER = (
   *SEEDS_DIFFER,

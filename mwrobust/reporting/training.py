@@ -81,7 +81,7 @@ def _last_step_parts(run: Run, names: Sequence[str]) -> list[Part]:
   rows.append(['natural', '-', '-', f'{100 * last["natural_accuracy"]:.1f}'])
   caption = 'On the validation images, after the last outer step.'
   if checked:
-    header += ['checked, loss', 'APGD, loss']
+    header += ['training attack, loss', 'APGD, loss']
     for row, name in zip(rows, names, strict=False):
       row += [f'{probed[name]:.3f}', f'{possible[name]:.3f}']
     rows[-1] += ['-', '-']

@@ -84,7 +84,7 @@ TABLES = {
   'cifar10': TablePlan(
     _POLICIES, config='cifar10.py:small', title="the paper's CIFAR-10 table"
   ),
-  # Also has training against one threat, which the paper's table does not.
+  # Includes training against one threat, which the paper's table does not.
   'mnist': TablePlan(
     _POLICIES | dict.fromkeys(_SINGLE, ()),
     one_seed=tuple(_SINGLE),

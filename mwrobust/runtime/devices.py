@@ -1,4 +1,4 @@
-"""Devices and processes; the only file that knows meshes and jax.distributed.
+"""Devices and processes; the only file that uses meshes and jax.distributed.
 
 Work is data parallel over a 1-D mesh of all devices of all processes: the state
 is replicated and the batch is split. Each example has its own randomness, so

@@ -158,7 +158,7 @@ def _open_locked(path: epath.Path) -> TextIO:
 
 
 def _held(path: epath.Path, file: TextIO) -> str:
-  """Returns a message that says who holds the lock and what to do."""
+  """Returns a message that says which process holds the lock and what to do."""
   file.seek(0)
   match file.read().split():
     case [host, pid]:

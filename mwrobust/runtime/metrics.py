@@ -1,4 +1,4 @@
-"""The numbers of a run, readable at any moment, even after `kill -9`.
+"""The metrics of a run; they can be read at any time, even after `kill -9`.
 
 In the workdir:
 
@@ -61,7 +61,7 @@ class _LogInBucket(io.RawIOBase):
 
 
 class _Log(io.FileIO):
-  """A file whose writes are whole and leave the process at once."""
+  """A file without a buffer, whose writes are complete."""
 
   def write(self, data: bytes) -> None:
     with files.explained(self.name):
@@ -89,18 +89,18 @@ class Metrics:
     """Opens the logs of a run.
 
     Args:
-      workdir: the folder of the run, made where it is missing.
+      workdir: the folder of the run, created if it is missing.
       resume_step: the step of the checkpoint the run resumes from: later rows
-        are dropped. None where it starts from the beginning: all are.
+        are dropped. None if it starts from the beginning: all are dropped.
       outer_step: the outer steps complete at that checkpoint: a row that ends a
         later one is dropped even if its step is not later.
 
     Raises:
-      UserError: the workdir cannot be written, or metrics.jsonl is not ours.
+      UserError: the workdir cannot be written, or metrics.jsonl is not valid.
     """
     # Imported here because it is slow. The record writer, because the event
     # file writer around it imports TensorFlow where that is installed, and
-    # meets a full disk in a thread of its own.
+    # fails in another thread if the disk is full.
     from tensorboard.compat.proto.event_pb2 import Event
     from tensorboard.summary.writer.record_writer import RecordWriter
 
@@ -123,11 +123,11 @@ class Metrics:
       self._events = RecordWriter(_open_log(nowhere, 'a'))
     self._event = Event
     self._write_event(file_version='brain.Event:2')
-    # TensorBoard's word for: forget what you have seen from this step on.
+    # Tells TensorBoard to drop what it has read from this step on.
     self._write_event(step=last_step + 1, session_log={'status': 'START'})
 
   def write(self, kind: str, step: int, **values: Any) -> None:
-    """Writes one row, which a kill from then on cannot lose.
+    """Writes one row; a later kill cannot lose it.
 
     In a bucket this holds for rows of kind 'outer', after which a checkpoint is
     saved, and for what came before them.

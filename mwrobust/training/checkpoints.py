@@ -1,4 +1,4 @@
-"""Checkpoints; the only file that knows Orbax.
+"""Checkpoints; the only file that uses Orbax.
 
   checkpoints/<t>        the state after outer step t: the paper's theta_t
   interrupted/<step>     the state of a run interrupted within an outer step

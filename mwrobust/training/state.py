@@ -25,7 +25,7 @@ class TrainState(train_state.TrainState):
   def apply_gradients(
     self, *, grads: Any, learning_rate: jax.Array, **changes: Any
   ) -> 'TrainState':
-    """Takes one step of the optimizer, `learning_rate` times as long."""
+    """Takes one step of the optimizer, scaled by `learning_rate`."""
     updates, opt_state = self.tx.update(grads, self.opt_state, self.params)
     updates = jax.tree.map(lambda update: learning_rate * update, updates)
     return self.replace(
