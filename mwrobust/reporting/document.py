@@ -104,7 +104,7 @@ def to_markdown(sections: Sequence[Section]) -> str:
 
 
 def summary(paragraphs: Sequence[str], lines: int = 6, width: int = 80) -> str:
-  """Returns the paragraphs within a number of lines; the longest are cut short."""
+  """Returns the paragraphs in at most `lines` lines; the longest are cut."""
   wrapped = [textwrap.wrap(words, width) for words in paragraphs[:lines]]
   while sum(map(len, wrapped)) > lines:
     longest = max(wrapped, key=len)

@@ -393,7 +393,7 @@ def cost_table(evaluated: Evaluated) -> Part:
   return table(
     ['evaluation', 'gradients', 'other forward passes'],
     rows,
-    'Each counts one image. The percentage is relative to attacking every image '
-    'with every try of every attack under every threat: an image that is '
+    'Each counts one image. The percentage is relative to attacking every '
+    'image with every try of every attack under every threat: an image that is '
     'fooled is not attacked again, and equal threats are attacked once.',
   )
