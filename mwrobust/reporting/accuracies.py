@@ -109,7 +109,7 @@ def group(merged: Sequence[Run]) -> dict[str, Columns]:
 
 
 def column_names(columns: Iterable[Column]) -> dict[Column, str]:
-  """Returns names that distinguish columns: the network, the method, or both."""
+  """Returns names that distinguish columns: the network, the method or both."""
   methods, networks = map(set, zip(*columns, strict=True))
 
   def name(method: str, network: str) -> str:
