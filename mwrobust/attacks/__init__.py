@@ -66,10 +66,10 @@ from mwrobust.attacks.solve import (
   Found,
   distance,
   make_attack,
-  make_switch,
 )
 from mwrobust.attacks.spaces import SPACES, Space
 from mwrobust.attacks.square import Square, square
+from mwrobust.attacks.switch import make_switch
 from mwrobust.attacks.threats import Threat, six_threats
 
 __all__ = [

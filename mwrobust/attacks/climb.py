@@ -21,7 +21,7 @@ from mwrobust.attacks.checks import (
   is_real,
   require,
 )
-from mwrobust.attacks.losses import LOSSES
+from mwrobust.attacks.losses import LOSSES, TARGETED
 from mwrobust.attacks.problem import Best, Problem, Tried, better, judge
 
 Array = jax.Array
@@ -109,6 +109,21 @@ class Ascent:
   def stops_early(self) -> bool:
     """Whether the attack skips examples that are already fooled."""
     return self.result == 'fooling'
+
+  def prepare(self, problem: Problem, eps: float, norm: norms.Norm):
+    """Makes `attempt(number, tried) -> tried`."""
+    features = problem.domain.centre.shape[1]
+    return prepare(
+      problem,
+      make_plan(
+        self, eps=eps, norm=norm.name, features=features, length=self.steps
+      ),
+      rule=self.rule,
+      loss_fn=make_loss(self.loss, targeted=self.targets > 0),
+      targets=self.targets,
+      result=self.result,
+      only_try=self.tries == 1,
+    )
 
 
 def pgd(
@@ -253,6 +268,15 @@ def make_plan(
     ),
     counts=np.pad(radii <= np.float32(eps), (0, padding)),
   )
+
+
+def make_loss(
+  name: str, targeted: bool
+) -> Callable[[Array, Array, Array], Array]:
+  """Makes `loss_fn(logits, labels, targets)`."""
+  if targeted:
+    return TARGETED[name]
+  return lambda logits, labels, targets: LOSSES[name](logits, labels)
 
 
 class _Climb(NamedTuple):

@@ -28,7 +28,8 @@ Array = jax.Array
 
 _MOST_BIAS = 0.1  # The largest weight of the step that starts at the image.
 _OVERSHOOT = 1.05  # A step onto the plane is this many times longer.
-_ROUNDS = 8  # Other spaces: parts of a step; the clip stops pixels in between.
+_MOST_PARTS = 8  # Other spaces: the parts of a step.
+_NEAR = 0.005  # Other spaces: a step ends with this share of its way left.
 _PULL = 0.2  # Other spaces: before a step, delta shrinks by this share.
 _BACK = 0.9  # After a success, the search resumes at this share of delta.
 
@@ -83,6 +84,15 @@ class _Search(NamedTuple):
   stuck: Array
 
 
+class _Part(NamedTuple):
+  """The state after a part of a step in another space than pixels."""
+
+  i: Array
+  delta: Array
+  placed: Array  # The image of delta, before the clip.
+  left: Array  # What is left of the way to the plane.
+
+
 def _prepare(attack: Fab, problem: Problem, eps: float, norm: norms.Norm):
   labels, domain = problem.labels, problem.domain
   the_map, ball = problem.geometry
@@ -119,14 +129,26 @@ def _prepare(attack: Fab, problem: Problem, eps: float, norm: norms.Norm):
     # On the far side of the boundary the step goes back, along -slope.
     slope, gap = jnp.where(gap < 0, -slope, slope), jnp.abs(gap)
 
-    def go_part(_, delta):
+    def left_at(delta):
       placed, image = the_map.place(domain, delta)
-      left = jnp.maximum(gap - _dot(slope, image - shown), 0)
-      pulled = the_map.pull_back(domain, delta, placed, slope)
-      return delta + norm.to_plane(pulled, left, domain.low, domain.high)
+      return placed, jnp.maximum(gap - _dot(slope, image - shown), 0)
+
+    def goes_on(part: _Part) -> Array:
+      return (part.left > _NEAR * gap) & (part.i < _MOST_PARTS)
+
+    def go(part: _Part) -> _Part:
+      pulled = the_map.pull_back(domain, part.delta, part.placed, slope)
+      # Nothing bounds a coefficient here, so the shortest step onto the plane
+      # goes along the steepest one.
+      steepest = norm.ascend(pulled, True, keep=1)
+      rise = _dot(pulled, steepest)
+      far = part.left / jnp.where(rise > 0, rise, jnp.inf)
+      delta = part.delta + jnp.minimum(far, norms.FARTHEST) * steepest
+      return _Part(part.i + 1, delta, *left_at(delta))
 
     start = (1 - _PULL) * delta
-    moved = lax.fori_loop(0, _ROUNDS, go_part, start)
+    first = _Part(jnp.int32(0), start, *left_at(start))
+    moved = lax.while_loop(goes_on, go, first).delta
     moved = start + _OVERSHOOT * (moved - start)
     _, image = the_map.place(domain, moved)
     clipped = the_map.enter(image).centre - domain.centre

@@ -234,7 +234,10 @@ def _l1_ascend(gradient: Array, free: Array, keep: Array) -> Array:
   """Returns SLIDE's step: equal shares for the `keep` largest |gradient|."""
   size = jnp.abs(_known(gradient))
   mobile = jnp.where(free, size, 0)
-  threshold = _threshold(mobile, jnp.ones_like(size), keep)
+  if isinstance(keep, int) and keep == 1:
+    threshold = jnp.max(mobile)
+  else:
+    threshold = _threshold(mobile, jnp.ones_like(size), keep)
   kept = (size >= threshold) & (size > 0)
   count = _count(kept & free)
   return jnp.where(kept, jnp.sign(gradient), 0) / jnp.maximum(count, 1)
@@ -297,7 +300,7 @@ def _l1_to_plane(slope: Array, gap: Array, low: Array, high: Array) -> Array:
   return jnp.sign(slope) * step
 
 
-_FARTHEST = 1e6  # A plane further away is of no use to an attack.
+FARTHEST = 1e6  # A plane further away is of no use to an attack.
 
 
 def _towards(slope: Array, gap: Array) -> tuple[Array, Array]:
@@ -305,7 +308,7 @@ def _towards(slope: Array, gap: Array) -> tuple[Array, Array]:
   slope = jnp.nan_to_num(slope)
   largest = jnp.max(jnp.abs(slope))
   gap = jnp.nan_to_num(gap) / jnp.where(largest > 0, largest, 1)
-  gap = jnp.clip(gap, -_FARTHEST, _FARTHEST)
+  gap = jnp.clip(gap, -FARTHEST, FARTHEST)
   return rescale(slope) * jnp.where(gap < 0, -1, 1), jnp.abs(gap)
 
 

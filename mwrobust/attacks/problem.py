@@ -58,6 +58,16 @@ class Tried(NamedTuple):
   spent: Spent
 
 
+class Batch(NamedTuple):
+  """The checked arguments of an attack besides the network."""
+
+  images: Array
+  labels: Array
+  key: Array
+  ids: Array
+  scale: Array
+
+
 class Problem(NamedTuple):
   """A batch and its threat; fields per example have a first axis B."""
 
@@ -127,6 +137,14 @@ class Problem(NamedTuple):
       return jax.tree.unflatten(tree, results)
 
     return call
+
+
+def make_problem(
+  logits_fn: Callable[[Array], Array], batch: Batch, geometry: Geometry
+) -> Problem:
+  """Makes the problem of a batch and a threat's geometry."""
+  domain = jax.vmap(geometry.map.enter)(batch.images)
+  return Problem(logits_fn, *batch, geometry, domain)
 
 
 def judge(delta: Array, loss: Array, logits: Array, labels: Array) -> Best:

@@ -1,15 +1,13 @@
-"""Makes attack functions: for one threat, or many with a traced index."""
+"""Makes the attack function of a threat; `switch.py` makes that of many."""
 
-import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 
-from mwrobust.attacks import climb, losses, spaces
+from mwrobust.attacks import spaces
 from mwrobust.attacks.checks import (
   check_batch,
   check_index,
@@ -19,9 +17,9 @@ from mwrobust.attacks.checks import (
 )
 from mwrobust.attacks.climb import Ascent
 from mwrobust.attacks.fab import Fab
-from mwrobust.attacks.geometry import Choice, Geometry, make_geometry
+from mwrobust.attacks.geometry import Geometry, make_geometry
 from mwrobust.attacks.norms import NORMS
-from mwrobust.attacks.problem import Problem
+from mwrobust.attacks.problem import Batch, Problem, Tried, make_problem
 from mwrobust.attacks.square import Square
 from mwrobust.attacks.threats import Threat
 
@@ -71,69 +69,87 @@ def make_attack(
     `attack.tries`; without it all tries run, and the best result of each
     example is returned.
   """
-  switch = make_switch([(threat, attack)], details=details)
+  check_pair((threat, attack))
 
   def run(logits_fn, key, images, labels, ids=None, scale=1.0, start=None):
-    return switch(logits_fn, 0, key, images, labels, ids, scale, start)
+    batch = check_arguments(key, images, labels, ids, scale)
+    found = solve(threat, attack, logits_fn, batch, start)
+    return found if details else found.images
 
   return run
 
 
-def make_switch(
-  threats: Sequence[Threat] | Sequence[tuple[Threat, Attack]],
-  attacks: Attack | Sequence[Attack] | None = None,
+def solve(
+  threat: Threat,
+  attack: Attack,
+  logits_fn: Callable[[Array], Array],
+  batch: Batch,
+  start: Array | int | None,
+) -> Found:
+  """Attacks a batch."""
+  norm = NORMS[threat.norm]
+  problem = make_problem(logits_fn, batch, geometry_of(threat, attack, batch))
+  attempt = attack.prepare(problem, threat.eps, norm)
+  tried = run_tries(
+    problem,
+    attempt,
+    tries=attack.tries,
+    most=attack.tries,
+    ranks=attack.targets > 0,
+    stops_early=attack.stops_early,
+    start=start,
+  )
+  return report(problem, tried, norm.length)
+
+
+def run_tries(
+  problem: Problem,
+  attempt: Callable[[Array, Tried], Tried],
   *,
-  details: bool = False,
-) -> Callable[..., Array | Found]:
-  """Makes `switch(logits_fn, index, key, images, labels, ids, scale, start)`.
-
-  With index i it does what `make_attack` of the i-th pair does. The index is an
-  int32 scalar, usually traced. Use one index per batch: under a vmap over the
-  index, every branch would run for every example.
-
-  Pairs with the same rule (`pgd` and `slide` share one, `apgd` has another)
-  share one loop and so one gradient, which is the expensive part; what differs
-  between them is chosen inside the loop.
+  tries: Array | int,
+  most: int,
+  ranks: bool,
+  stops_early: bool,
+  start: Array | int | None,
+) -> Tried:
+  """Makes one try after the other, or only the one that `start` selects.
 
   Args:
-    threats: threats, or pairs of a threat and its attack.
-    attacks: if only threats are given: one attack for all, or one for each.
-    details: whether to return all of `Found`, not only the images.
+    problem: the batch, the network and the threat.
+    attempt: makes one try, given its number and the result so far.
+    tries: the number of tries, which may be traced.
+    most: the highest number of tries.
+    ranks: whether a forward pass ranked the targets.
+    stops_early: whether to stop when the whole batch is fooled.
+    start: the number of the only try, or None for all.
   """
-  pairs = _pairs(threats, attacks)
+  nothing = problem.nothing
+  if ranks:
+    nothing = nothing._replace(spent=nothing.spent.plus(forwards=1))
+  if start is not None:
+    return attempt(check_index('start', start), nothing)
+  if most == 1:
+    return attempt(0, nothing)
 
-  def switch(
-    logits_fn, index, key, images, labels, ids=None, scale=1.0, start=None
-  ):
-    images, labels, ids, scale = check_batch(images, labels, ids, scale)
-    index = check_index('index', index, len(pairs))
-    key = check_key(key)
-    image = jax.ShapeDtypeStruct(images.shape[1:], images.dtype)
-    shapes = [
-      check_space(spaces.get(threat.space), image) for threat, _ in pairs
-    ]
+  def goes_on(state):
+    number, tried = state
+    more = number < tries
+    return more & ~jnp.all(tried.best.fooled) if stops_early else more
 
-    def solve(members, place):
-      return _solve(
-        [pairs[member] for member in members],
-        [shapes[member] for member in members],
-        place,
-        *(logits_fn, key, images, labels, ids, scale, start),
-      )
+  def attempt_next(state):
+    number, tried = state
+    return number + 1, attempt(number, tried)
 
-    if isinstance(index, int):
-      found = solve([index], 0)
-    else:
-      groups, group_of, place_of = _groups(pairs, shapes)
-      branches = [functools.partial(solve, members) for members in groups]
-      place = jnp.asarray(place_of)[index]
-      if len(branches) == 1:
-        found = branches[0](place)
-      else:
-        found = lax.switch(jnp.asarray(group_of)[index], branches, place)
-    return found if details else found.images
+  return lax.while_loop(goes_on, attempt_next, (jnp.int32(0), nothing))[1]
 
-  return switch
+
+def report(
+  problem: Problem, tried: Tried, length: Callable[[Array], Array]
+) -> Found:
+  """Returns the best of all tries."""
+  best, stuck, spent = lax.stop_gradient(tried)
+  found = lax.stop_gradient(problem.final_images(best.delta))
+  return Found(found, jax.vmap(length)(best.delta), stuck, *spent)
 
 
 def distance(threat: Threat, images: Array, perturbed: Array) -> Array:
@@ -144,160 +160,29 @@ def distance(threat: Threat, images: Array, perturbed: Array) -> Array:
   )(images, perturbed)
 
 
-def _pairs(threats, attacks) -> list[tuple[Threat, Attack]]:
-  pairs = [threats] if isinstance(threats, Threat) else list(threats)
-  if attacks is not None:
-    many = [attacks] * len(pairs) if isinstance(attacks, Attack) else attacks
-    require(
-      len(many) == len(pairs),
-      f'attacks has {len(many)} entries: must be one attack, or one for each '
-      f'of the {len(pairs)} threats.',
-    )
-    pairs = list(zip(pairs, many, strict=True))
-  require(bool(pairs), 'threats=[] is not allowed: must be at least one.')
-  for pair in pairs:
-    require(
-      isinstance(pair, tuple)
-      and len(pair) == 2
-      and isinstance(pair[0], Threat)
-      and isinstance(pair[1], Attack),
-      f'threats contains {pair!r}: must be a Threat with its attack, '
-      f'{_ATTACKS}.',
-    )
-  return pairs
-
-
-def _groups(pairs, shapes) -> tuple[list[list[int]], np.ndarray, np.ndarray]:
-  """Groups the pairs that can share one loop.
-
-  Returns:
-    The groups, as lists of indices into `pairs`; for each pair, the number of
-    its group; and its position within that group.
-  """
-  groups = {}
-  for i, ((_, attack), shape) in enumerate(zip(pairs, shapes, strict=True)):
-    shared = isinstance(attack, Ascent)
-    kind = i
-    if shared:
-      kind = attack.rule, attack.result, int(np.prod(shape))
-    groups.setdefault(kind, []).append(i)
-  group_of, place = np.zeros((2, len(pairs)), np.int32)
-  for number, members in enumerate(groups.values()):
-    group_of[members], place[members] = number, range(len(members))
-  return list(groups.values()), group_of, place
-
-
-def _solve(
-  pairs, shapes, index, logits_fn, key, images, labels, ids, scale, start
-) -> Found:
-  """Runs attack number `index` of pairs that share one loop."""
-  geometries = [
-    make_geometry(
-      spaces.get(threat.space), threat.norm, _clip(threat, attack), shape
-    )
-    for (threat, attack), shape in zip(pairs, shapes, strict=True)
-  ]
-  geometry = Geometry(
-    _choose([g.map for g in geometries], index),
-    _choose([g.ball for g in geometries], index),
+def check_pair(pair: tuple[Threat, Attack]) -> None:
+  """Raises a ValueError unless this is a threat with its attack."""
+  require(
+    isinstance(pair, tuple)
+    and len(pair) == 2
+    and isinstance(pair[0], Threat)
+    and isinstance(pair[1], Attack),
+    f'threats contains {pair!r}: must be a Threat with its attack, {_ATTACKS}.',
   )
-  domain = jax.vmap(geometry.map.enter)(images)
-  problem = Problem(
-    *(logits_fn, images, labels, key, ids, scale, geometry, domain)
-  )
-  tries = _pick([attack.tries for _, attack in pairs], index)
-  most = max(attack.tries for _, attack in pairs)
-  attempt = _prepare(problem, pairs, index, only_try=most == 1)
-  if start is not None:
-    start = check_index('start', start)
-  nothing = problem.nothing
-  if any(attack.targets for _, attack in pairs):
-    nothing = nothing._replace(spent=nothing.spent.plus(forwards=1))
-  if start is not None or most == 1:
-    tried = attempt(0 if start is None else start, nothing)
-  else:
-    stops_early = pairs[0][1].stops_early
-
-    def goes_on(state):
-      number, tried = state
-      more = number < tries
-      return more & ~jnp.all(tried.best.fooled) if stops_early else more
-
-    def attempt_next(state):
-      number, tried = state
-      return number + 1, attempt(number, tried)
-
-    _, tried = lax.while_loop(goes_on, attempt_next, (jnp.int32(0), nothing))
-  length = _choose([NORMS[threat.norm] for threat, _ in pairs], index).length
-  best, stuck, spent = lax.stop_gradient(tried)
-  found = lax.stop_gradient(problem.final_images(best.delta))
-  return Found(found, jax.vmap(length)(best.delta), stuck, *spent)
 
 
-def _clip(threat: Threat, attack: Attack) -> str:
-  """Returns the clip to use: only the paper's attacks can use `'end'`."""
+def check_arguments(key, images, labels, ids, scale) -> Batch:
+  """Returns the arguments of an attack, or raises a ValueError."""
+  images, labels, ids, scale = check_batch(images, labels, ids, scale)
+  return Batch(images, labels, check_key(key), ids, scale)
+
+
+def geometry_of(threat: Threat, attack: Attack, batch: Batch) -> Geometry:
+  """Returns a threat's geometry; only the paper's attacks can use `'end'`."""
+  images, space = batch.images, spaces.get(threat.space)
+  image = jax.ShapeDtypeStruct(images.shape[1:], images.dtype)
   is_papers = isinstance(attack, Ascent) and attack.rule == 'pgd'
-  if threat.clip == 'end' and not is_papers:
-    return 'inside'
-  return threat.clip
-
-
-def _prepare(problem: Problem, pairs, index, only_try: bool):
-  if not isinstance(pairs[0][1], Ascent):
-    ((threat, attack),) = pairs
-    return attack.prepare(problem, threat.eps, NORMS[threat.norm])
-  ascents = [attack for _, attack in pairs]
-  plans = [
-    climb.make_plan(
-      attack,
-      eps=threat.eps,
-      norm=threat.norm,
-      features=problem.domain.centre.shape[1],
-      length=max(ascent.steps for ascent in ascents),
-    )
-    for threat, attack in pairs
-  ]
-  plan = jax.tree.map(lambda *leaves: _pick(np.stack(leaves), index), *plans)
-  names = [(ascent.loss, ascent.targets > 0) for ascent in ascents]
-  distinct, column = _distinct(names)
-  loss_fns = [_loss_fn(*name) for name in distinct]
-  which = _pick(column, index)
-
-  def loss_fn(logits, labels, targets):
-    if len(loss_fns) == 1:
-      return loss_fns[0](logits, labels, targets)
-    return lax.switch(which, loss_fns, logits, labels, targets)
-
-  return climb.prepare(
-    problem,
-    plan,
-    rule=ascents[0].rule,
-    loss_fn=loss_fn,
-    targets=max(ascent.targets for ascent in ascents),
-    result=ascents[0].result,
-    only_try=only_try,
-  )
-
-
-def _loss_fn(name: str, targeted: bool):
-  if targeted:
-    return losses.TARGETED[name]
-  return lambda logits, labels, targets: losses.LOSSES[name](logits, labels)
-
-
-def _pick(column, index):
-  """Returns an entry of a column, which is traced if there are several."""
-  return column[0] if len(column) == 1 else jnp.asarray(column)[index]
-
-
-def _choose(options: list, index):
-  distinct, column = _distinct(options)
-  if len(distinct) == 1:
-    return distinct[0]
-  return Choice(distinct, _pick(column, index))
-
-
-def _distinct(values: list) -> tuple[list, np.ndarray]:
-  """Returns the distinct values, and the index of each value among them."""
-  distinct = list(dict.fromkeys(values))
-  return distinct, np.array([distinct.index(v) for v in values], np.int32)
+  clip = threat.clip
+  if clip == 'end' and not is_papers:
+    clip = 'inside'
+  return make_geometry(space, threat.norm, clip, check_space(space, image))

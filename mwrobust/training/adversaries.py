@@ -49,7 +49,7 @@ from mwrobust.attacks.checks import (
   check_space,
 )
 from mwrobust.attacks.geometry import make_geometry
-from mwrobust.attacks.problem import Problem
+from mwrobust.attacks.problem import Batch, Problem, make_problem
 from mwrobust.errors import UserError, check_choice
 
 Array = jax.Array
@@ -223,7 +223,7 @@ def steepest(pairs: Pairs) -> Adversary:
     images, labels, ids, scale = check_batch(images, labels, ids, scale)
     key = check_key(key)
     problems = [
-      _problem(threat, logits_fn, images, labels, key, ids, scale)
+      _problem(threat, logits_fn, Batch(images, labels, key, ids, scale))
       for threat, _ in pairs
     ]
     step_fns = [
@@ -256,15 +256,14 @@ def steepest(pairs: Pairs) -> Adversary:
   return Adversary(perturb, np.full(k, steps * (1 + k * _FORWARD)))
 
 
-def _problem(threat: attacks.Threat, logits_fn, images, *rest) -> Problem:
+def _problem(threat: attacks.Threat, logits_fn, batch: Batch) -> Problem:
   """Returns the batch with the geometry of one threat."""
-  space = spaces.get(threat.space)
+  space, images = spaces.get(threat.space), batch.images
   image = jax.ShapeDtypeStruct(images.shape[1:], images.dtype)
   # The set of 'end' is that of 'inside', which is easier to climb in.
   clip = 'inside' if threat.clip == 'end' else threat.clip
   geometry = make_geometry(space, threat.norm, clip, check_space(space, image))
-  domain = jax.vmap(geometry.map.enter)(images)
-  return Problem(logits_fn, images, *rest, geometry, domain)
+  return make_problem(logits_fn, batch, geometry)
 
 
 def _make_step(
