@@ -1,7 +1,9 @@
-"""Runs the Python blocks of the README as they are printed."""
+"""Runs the README's Python blocks, and checks the names in its commands."""
 
+import importlib
 import pathlib
 import re
+import shlex
 
 import equinox as eqx
 import flax.linen as nn
@@ -9,9 +11,16 @@ import jax
 import numpy as np
 import pytest
 
+from mwrobust import config as config_lib
+
 ROOT = pathlib.Path(__file__).parent.parent
 README = (ROOT / 'README.md').read_text()
 BLOCKS = re.findall(r'^```python\n(.*?)^```', README, re.M | re.S)
+COMMANDS = [
+  shlex.split(command, comments=True)
+  for block in re.findall(r'^```bash\n(.*?)^```', README, re.M | re.S)
+  for command in re.findall(r'python -m .*', block.replace('\\\n', ' '), re.M)
+]
 # The standard protocol, which both evaluations use, is tested elsewhere.
 SHORT = 'protocol=[attacks.pgd(3)], progress=False'
 
@@ -60,6 +69,30 @@ def test_attacks_as_functions(names):
   key, batch = jax.random.key(0), (names['images'], names['labels'])
   found = names['perturb'](names['params'], key, *batch)
   assert found.shape == names['images'].shape
+
+
+@pytest.mark.parametrize('command', COMMANDS, ids=' '.join)
+def test_commands_name_what_is_there(command):
+  _, _, module, *words = command
+  path = ROOT.joinpath(*module.split('.')).with_suffix('.py')
+  shared = path.parent / {'launch': 'commands.py'}.get(
+    path.parent.name, 'command_line.py'
+  )
+  source = path.read_text() + shared.read_text()
+  for word in words:
+    if not (flag := re.match(r'--([\w.]+)=?(.*)', word)):
+      continue
+    name, value = flag.groups()
+    if value == '...':
+      continue
+    if name == 'config':
+      file, _, variants = value.partition(':')
+      config_name = file.removesuffix('.py').replace('/', '.')
+      importlib.import_module(config_name).get_config(variants)
+    elif name.startswith('config.'):
+      config_lib.check_field(name.removeprefix('config.'))
+    else:
+      assert re.search(rf"'{name}'|\b{name}:", source), word
 
 
 def test_it_is_short():
