@@ -78,7 +78,7 @@ def main(argv: list[str]) -> None:
   job(config, workdir, say)
   if _MODE.value != 'export' and devices.is_first_process():
     run = runs.load(workdir, config.eval.split)
-    reporting.write_run(run, workdir, say)
+    reporting.write_run(run, workdir, say, runs.own_threats(config))
 
 
 def default_config(given: dict[str, str]) -> str:

@@ -21,6 +21,7 @@ from mwrobust import command_line, export, main, networks, reporting
 from mwrobust import data as data_lib
 from mwrobust.errors import UserError
 from mwrobust.evaluation import Outcomes
+from mwrobust.reporting.runs import own_threats
 from mwrobust.runtime import files
 from mwrobust.training import checkpoints, setup
 from mwrobust.training import evaluation as run_evaluation
@@ -429,6 +430,15 @@ def test_a_run_meets_threats_that_it_was_not_trained_with(
   assert [len(curve.labels) for curve in curves] == [5]
   with pytest.raises(UserError, match='seed: 0 there, 1 here'):
     run_evaluation.evaluate_run(tiny(seed=1), str(workdir), print)
+  # The last screen is about what was asked for, the page about the training.
+  said = []
+  reporting.write_run(
+    reporting.load(workdir),
+    tmp_path / 'page',
+    said.append,
+    own_threats(config),
+  )
+  assert 'Worst threat (fast): mine_' in said[0]
 
 
 def test_a_single_run_need_not_meet_its_own_threat(tmp_path):

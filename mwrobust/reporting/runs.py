@@ -94,6 +94,11 @@ class Run(NamedTuple):
     """The outer step that was evaluated."""
     return self.primary.first.settings['outer_steps'][-1]
 
+  def under(self, threats: 'Threats') -> Group:
+    """Returns the evaluations under these threats, on the most images."""
+    groups = [self.primary, *self.others]
+    return next(g for g in groups if threats_of(g.first) == threats)
+
 
 def load(
   workdir: str | os.PathLike, split: str = 'test', examples: int = 0

@@ -55,8 +55,20 @@ def write(
   _write(folder, title, sections.sections(evaluated), _said(evaluated), say)
 
 
-def write_run(run: Run, folder: str | os.PathLike, say: Say = print) -> None:
-  """Writes report.html and report.md on one training run."""
+def write_run(
+  run: Run,
+  folder: str | os.PathLike,
+  say: Say = print,
+  threats: runs.Threats | None = None,
+) -> None:
+  """Writes report.html and report.md on one training run.
+
+  Args:
+    run: the run.
+    folder: the folder for the files.
+    say: prints a summary of at most six lines, then the paths.
+    threats: the threats of the summary, if not those of training.
+  """
   network = run.output or next(iter(run.evaluations))
   evaluated = run.primary.evaluated(network)
   found = sections.sections(evaluated)
@@ -76,6 +88,9 @@ def write_run(run: Run, folder: str | os.PathLike, say: Say = print) -> None:
   if run.others:
     found.append(('Other evaluations', _other_parts(run)))
   title = f'{run.config.data.name}, {method_title(run.method)}'
+  asked = run.under(threats) if threats else run.primary
+  if network in asked.evaluations:
+    evaluated = asked.evaluated(network)
   _write(folder, title, found, _said(evaluated), say)
 
 
