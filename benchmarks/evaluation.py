@@ -31,6 +31,7 @@ import jax
 import numpy as np
 from absl import app, flags
 from etils import epath
+from jax.experimental.compilation_cache import compilation_cache
 
 from benchmarks import timing
 from configs import quickstart
@@ -157,6 +158,7 @@ def main(argv):
           )
           times.append(time.perf_counter() - start)
         jax.config.update('jax_compilation_cache_dir', None)
+        compilation_cache.reset_cache()  # Else it keeps to this folder.
       done, full = (np.array([3, 1]) @ n for n in outcomes.evaluations())
       alone = outcomes.evaluations()[0] @ np.array([gradient, forward])
       accuracies = outcomes.accuracies()
