@@ -191,11 +191,15 @@ def run(
       functools.partial(call, main),
       flags_parser=functools.partial(_parse, default_config),
     )
-  except SystemExit:
+  except SystemExit as end:
     # Keeps the message last: threads of a failed save continue to fail.
     logging.set_verbosity(logging.FATAL)
     _until_the_end.enter_context(silenced_threads())
-    raise
+    if not isinstance(end.code, str):
+      raise
+    print(end.code, file=sys.stderr, flush=True)
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
+    sys.exit(1)
 
 
 def call(main: Callable[[list[str]], None], argv: list[str]) -> None:
