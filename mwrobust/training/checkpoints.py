@@ -72,18 +72,21 @@ class Checkpoints:
   def _save(self, checkpointer, step: int, state: TrainState) -> None:
     if any(checkpoint.step == step for checkpoint in checkpointer.checkpoints):
       return  # Interrupted before the first step after a restore.
-    try:
-      with _quiet(), devices.others_do_not_ask_to_stop():
-        if not checkpointer.save(step, state):
-          raise ValueError('Orbax declined to save it')
-    except Exception as error:  # TensorStore raises many kinds for a full disk.
-      # Threads of the save continue to fail until everything is closed.
-      self._until_closed.enter_context(_quiet())
-      raise UserError(
-        f'Cannot save a checkpoint in {checkpointer.directory}: '
-        f'{_reason(error)}. The previous one is kept. Free some space or make '
-        'the folder writable, and run the same command again.'
-      ) from error
+    with contextlib.ExitStack() as quiet:
+      quiet.enter_context(_quiet())
+      try:
+        with devices.others_do_not_ask_to_stop():
+          if not checkpointer.save(step, state):
+            raise ValueError('Orbax declined to save it')
+      except Exception as error:
+        # TensorStore raises many kinds for a full disk, and the threads of the
+        # save continue to fail until everything is closed.
+        self._until_closed.enter_context(quiet.pop_all())
+        raise UserError(
+          f'Cannot save a checkpoint in {checkpointer.directory}: '
+          f'{_reason(error)}. The previous one is kept. Free some space or '
+          'make the folder writable, and run the same command again.'
+        ) from error
 
   def restore(
     self, like: TrainState, say: Callable[[str], None]
