@@ -204,7 +204,8 @@ def run(
 
 def call(main: Callable[[list[str]], None], argv: list[str]) -> None:
   """Calls main with the arguments that are not flags."""
-  logging.set_verbosity(logging.WARNING)
+  # Orbax logs the errors of its threads, which it also raises.
+  logging.set_verbosity(logging.FATAL)
   if not jax.config.jax_compilation_cache_dir:  # So that restarts are fast.
     home = os.environ.get('XDG_CACHE_HOME') or pathlib.Path.home() / '.cache'
     cache = pathlib.Path(home, 'mwrobust', 'jax')
