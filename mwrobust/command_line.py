@@ -193,7 +193,6 @@ def run(
     )
   except SystemExit as end:
     # Keeps the message last: threads of a failed save continue to fail.
-    logging.set_verbosity(logging.FATAL)
     _until_the_end.enter_context(silenced_threads())
     if not isinstance(end.code, str):
       raise
