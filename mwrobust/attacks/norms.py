@@ -63,13 +63,17 @@ class Norm:
 def rescale(x: Array) -> Array:
   """Divides by the largest finite entry; NaN becomes 0, infinity 1."""
   largest = largest_entry(x)
-  return jnp.clip(_known(x), -largest, largest) / largest
+  x = jnp.clip(_known(x), -largest, largest)
+  # The maximum is `largest`. XLA computes such a division once. A division by
+  # `largest` itself becomes a product, which XLA:CPU computes again wherever
+  # the result is used, together with the last sums of the gradient x.
+  return x / jnp.maximum(jnp.abs(x), largest)
 
 
 def largest_entry(x: Array) -> Array:
   """Returns the largest finite |entry|, or 1 if there is none but 0."""
   largest = jnp.max(jnp.where(jnp.isfinite(x), jnp.abs(x), 0))
-  # XLA divides by multiplying with 1 / largest, which must be a normal float.
+  # XLA may multiply with 1 / largest instead, which must be a normal float.
   return jnp.where(largest > 0, jnp.minimum(largest, 8e37), 1)
 
 
@@ -267,10 +271,12 @@ def _l1_project(x: Array, low: Array, high: Array, eps: Array) -> Array:
     at_end = lifted == jnp.where(falls_short, 0, room)
     slope = _count(((lifted > 0) & (lifted < room)) | at_end)
     step = below + (eps - found) / jnp.maximum(slope, 1)
-    holds = (slope > 0) & (step > lowest) & (step < highest)
+    # The sums are rounded, so `found` may never equal eps. From near it, one
+    # more step is exact and needs no bracket.
+    is_near = jnp.abs(found - eps) <= 5e-6 * eps
+    holds = is_near | ((slope > 0) & (step > lowest) & (step < highest))
     step = jnp.where(holds, step, (lowest + highest) / 2)
-    done = (step == below) | (jnp.abs(found - eps) <= 2e-7 * eps)
-    return lowest, highest, jnp.where(done, below, step), done, i + 1
+    return lowest, highest, step, is_near | (step == below), i + 1
 
   # Without a box, entries eps below the top end at zero, so start there.
   is_free = jnp.all((room >= eps) | (size == 0))

@@ -92,7 +92,7 @@ def dct_basis(size: int) -> np.ndarray:
     host = None
   with jax.ensure_compile_time_eval(), jax.default_device(host):
     transform = functools.partial(jax.scipy.fft.dct, norm='ortho')
-    columns = jax.vmap(transform)(jnp.eye(size, dtype=jnp.float32))
+    columns = jax.jit(jax.vmap(transform))(np.eye(size, dtype=np.float32))
     return np.asarray(columns).T
 
 

@@ -250,7 +250,7 @@ class _Mass:
     self.draws = 6 + grid.channels
 
   def mass(self, delta: Array) -> Array:
-    return norms.total((jnp.abs(delta) ** self.power).ravel())
+    return norms.total(jnp.abs(delta.ravel()) ** self.power)
 
   def of_mass(self, delta: Array, mass: Array) -> Array:
     """Returns delta, scaled to the given mass."""
@@ -342,11 +342,12 @@ class _Mass:
     )
     chosen = jnp.floor(random[5] * (channels + 1))  # The last means all.
     chosen = (jnp.arange(channels) == chosen) | (chosen == channels)
-    freed = jnp.sum(jnp.where(source | target, jnp.abs(delta), 0))
+    freed = self.mass(jnp.where(source | target, delta, 0))
     share = (freed + unused) / jnp.sum(chosen)
     share = jnp.where(target & chosen.reshape(1, 1, -1), share, 0)
     up, down = (jnp.minimum(share, room) for room in (high, -low))
-    sign = jnp.where(random[4] * jnp.sum(up + down) < jnp.sum(up), 1.0, -1.0)
+    up, down = norms.total(up.ravel()), norms.total(down.ravel())
+    sign = jnp.where(random[4] * (up + down) < up, 1.0, -1.0)
     return jnp.where(source | target, sign * share, delta)
 
   def move_window(
