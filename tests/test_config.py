@@ -301,14 +301,20 @@ FLIP = attacks.Space(
 )
 
 
-def test_the_attack_of_training_may_differ_by_threat():
-  config = load('mnist', 'cnn')
+@pytest.mark.parametrize('variants', ['cnn', 'balanced,cnn'])
+def test_the_attack_of_training_may_differ_by_threat(variants):
+  config = load('mnist', variants)
   found = {t.name: attack for t, attack in config_lib.make_pairs(config)}
   highest = functools.partial(attacks.apgd, result='highest')
   assert found['pixel_linf'] == highest(10, radii=(1.0,))
-  assert found['dct_linf'] == attacks.momentum(20)
-  assert found['dct_l2'] == highest(20)
-  assert found['dct_l1'] == highest(30)
+  assert found['dct_l2'] == highest(25)
+  if variants == 'cnn':
+    assert found['dct_linf'] == attacks.momentum(20)
+    assert found['dct_l1'] == highest(30)
+  else:
+    sparse = attacks.momentum(30, radii=(3.0, 1.0), percentile=99.8)
+    assert found['dct_linf'] == attacks.momentum(20, radii=(5.0, 3.0, 1.0))
+    assert found['dct_l1'] == sparse
   assert {t.clip for t in config_lib.make_threats(config)} == {'inside'}
 
 

@@ -30,6 +30,8 @@ from mwrobust.training import loop as train
 ROOT = pathlib.Path(__file__).parent.parent
 STEPS = 18
 SIX = ('pixel_linf', 'pixel_l2', 'pixel_l1', 'dct_linf', 'dct_l2', 'dct_l1')
+TWO = {'threats.only': ('pixel_linf', 'dct_l1')}  # Faster to compile.
+ONE_NETWORK = {'eval.others': ()}  # Evaluates only the output.
 
 
 def rows_of(workdir, kind):
@@ -151,7 +153,7 @@ def run_child(point, where, workdir, **changes):
     capture_output=True,
     text=True,
     cwd=ROOT,
-    timeout=300,
+    timeout=900,
     check=False,
     env=os.environ | {'JAX_COMPILATION_CACHE_DIR': cache_of(point)},
   )
@@ -162,6 +164,12 @@ def undisturbed(tmp_path_factory):
   workdir = tmp_path_factory.mktemp('run') / 'undisturbed'
   result = run_child('none', 0, workdir)
   assert result.returncode == 0, result.stderr
+  # This process need not compile the same again; each entry appears at once.
+  cache = pathlib.Path(os.environ['JAX_COMPILATION_CACHE_DIR'])
+  cache.mkdir(parents=True, exist_ok=True)
+  for entry in pathlib.Path(cache_of('none')).iterdir():
+    shutil.copy(entry, part := cache.with_name(f'{cache.name}-part'))
+    part.replace(cache / entry.name)
   return workdir, result
 
 
@@ -264,7 +272,7 @@ def test_killed_again_and_again_it_ends_with_the_same_parameters(
     result = run_child(point, where, workdir)
     code = 143 if point == 'stop-validate' else -signal.SIGKILL
     assert result.returncode == code, (point, result.stderr)
-  result = run_child('none', 0, workdir)
+  result = run_child('none', 0, workdir, **ONE_NETWORK)
   assert result.returncode == 0, result.stderr
   assert_same_state(workdir, expected)
   # None of them compiled the train step again.
@@ -294,7 +302,7 @@ def test_a_signal_saves_and_says_how_to_go_on(
   assert 'Run the same command again to resume' in result.stdout
   assert 'Traceback' not in result.stderr
   assert status_of(workdir) == {'status': 'interrupted'}
-  result = run_child('none', 0, workdir)
+  result = run_child('none', 0, workdir, **ONE_NETWORK)
   assert 'Resuming from step 9 of 18' in result.stdout
   assert result.returncode == 0, result.stderr
   assert sorted(os.listdir(workdir)) == sorted(os.listdir(expected))
@@ -306,6 +314,8 @@ def test_an_evaluation_goes_on_from_the_batch_it_was_killed_in(
 ):
   expected, _ = undisturbed
   workdir = tmp_path / 'run'
+  shutil.copytree(expected, workdir)
+  shutil.rmtree(workdir / 'eval')
   # Each network has a batch for each of five threats, as dct_l2 is pixel_l2:
   # in the first network, in the second, in the third.
   for point, where in (('evaluate', 3), ('stop-evaluate', 5), ('evaluate', 6)):
@@ -331,12 +341,16 @@ def test_a_disk_that_fills_up_is_told_and_costs_nothing(undisturbed, tmp_path):
   expected, _ = undisturbed
   workdir = tmp_path / 'full'
   assert run_child('train', 8, workdir).returncode == -signal.SIGKILL
+  # All but one of the programs have been compiled.
+  shutil.copytree(cache_of('none'), cache_of('disk'))
+  for entry in pathlib.Path(cache_of('disk')).glob('jit_natural_step*'):
+    entry.unlink()
   result = run_child('disk', 6000, workdir)
   assert result.returncode == 1, result.stderr
   assert 'mwrobust: Cannot' in result.stderr
   assert result.stderr.splitlines()[-1].startswith('mwrobust: Cannot')
   assert 'Traceback' not in result.stderr
-  assert run_child('none', 0, workdir).returncode == 0
+  assert run_child('none', 0, workdir, **ONE_NETWORK).returncode == 0
   assert_same_state(workdir, expected)
 
 
@@ -586,36 +600,37 @@ def test_validation_sees_the_radii_that_training_sees(tmp_path, monkeypatch):
     return prepared._replace(validation_step=validation_step)
 
   monkeypatch.setattr(setup, 'prepare', recording)
-  run(tiny(), tmp_path / 'ramp')
+  run(tiny(**ONE_NETWORK), tmp_path / 'ramp')
   # Six threats on two batches.
   assert scales == pytest.approx([6 / 9] * 12 + [1] * 24)
 
 
 def test_a_budget_decides_how_long_training_is(tmp_path):
-  # An outer step validates 30 images under six threats with two steps, and each
+  # An outer step validates 30 images under two threats with two steps, and each
   # of its mini batches takes 20 x 3 gradients.
-  budget = 3 * (30 * 12 + 4 * 60)
-  config = tiny(**{'train.budget': budget})
+  budget = 3 * (30 * 4 + 4 * 60)
+  config = tiny(**{'train.budget': budget}, **TWO, **ONE_NETWORK)
   run(config, tmp_path / 'budget')
   rows = rows_of(tmp_path / 'budget', 'outer')
   assert [row['step'] for row in rows] == [4, 8, 12]
   assert rows[-1]['gradient_evaluations'] == budget
-  with pytest.raises(UserError, match=r'train\.budget = 1200 is too small'):
-    run(tiny(**{'train.budget': 1200}), tmp_path / 'small')
+  with pytest.raises(UserError, match=r'train\.budget = 500 is too small'):
+    run(tiny(**{'train.budget': 500}, **TWO), tmp_path / 'small')
 
 
 def test_a_run_with_a_budget_resumes_in_the_middle_to_the_bit(tmp_path):
   """Checks the progress, whose length depends on the choices so far."""
   changes = {
     'method': 'e_at',
-    'threats.pixel_l1.attack': {'steps': 7},
-    'train.budget': 6000,
+    **TWO,
+    **ONE_NETWORK,
+    'threats.dct_l1.attack': {'steps': 7},
+    'train.budget': 4500,
     'train.log_every': 1,
     'optimizer.schedule': 'one_cycle',
     'train.ramp': 0.75,
   }
-  config = tiny(**changes)
-  run(config, tmp_path / 'whole')
+  assert run_child('none', 0, tmp_path / 'whole', **changes).returncode == 0
   ends = [row['step'] for row in rows_of(tmp_path / 'whole', 'outer')]
   workdir = tmp_path / 'killed'
   for point, where, code in (
@@ -625,8 +640,8 @@ def test_a_run_with_a_budget_resumes_in_the_middle_to_the_bit(tmp_path):
   ):
     result = run_child(point, where, workdir, **changes)
     assert result.returncode == code, result.stderr
-  run(config, workdir)
-  of = functools.partial(setup.prepare, config)
+  assert run_child('none', 0, workdir, **changes).returncode == 0
+  of = functools.partial(setup.prepare, tiny(**changes))
   assert_same_state(workdir, tmp_path / 'whole', of)
   state = final_state(workdir, of)
   assert int(state.chosen.sum()) == int(state.step) == ends[-1]
@@ -644,16 +659,18 @@ def test_a_run_with_a_budget_resumes_in_the_middle_to_the_bit(tmp_path):
 def test_the_game_and_the_check_are_written_down(undisturbed, tmp_path):
   workdir, _ = undisturbed
   rows = rows_of(workdir, 'outer')
-  played = np.array([list(row['played'].values()) for row in rows])
-  losses = np.array([list(row['validation_loss'].values()) for row in rows])
-  np.testing.assert_allclose(played[0], 1 / 6, rtol=1e-5)
+  np.testing.assert_allclose(list(rows[0]['played'].values()), 1 / 6, rtol=1e-5)
+  played, losses = (  # The game begins when the radii have grown.
+    np.array([list(row[field].values()) for row in rows[1:]])
+    for field in ('played', 'validation_loss')
+  )
   expected = losses.sum(axis=0).max() - (played * losses).sum()
   assert rows[-1]['game']['regret'] == pytest.approx(expected, rel=1e-3)
   for row in rows:
     assert 0 <= row['natural_accuracy'] <= 1
     assert set(row['validation_accuracy']) == set(SIX)
   changes = {'threats.only': ('dct_linf',), 'train.T': 2}
-  config = tiny(**{'train.check_examples': 8} | changes)
+  config = tiny(**{'train.check_examples': 8} | changes | ONE_NETWORK)
   run(config, tmp_path / 'checked')
   (last,) = rows_of(tmp_path / 'checked', 'outer')[-1]['possible_loss'].items()
   assert last[0] == 'dct_linf'
@@ -905,7 +922,7 @@ def test_a_damaged_checkpoint_is_made_again(undisturbed, tmp_path):
   assert newest.name == '2'
   files = [path for path in newest.rglob('*') if path.is_file()]
   os.truncate(max(files, key=lambda path: path.stat().st_size), 10)
-  _, told = run(tiny(), workdir)
+  _, told = run(tiny(**ONE_NETWORK), workdir)
   assert any('checkpoints/2 cannot be read' in text for text in told)
   assert any('Resuming from step 6' in text for text in told)
   assert_same_state(workdir, expected)

@@ -44,6 +44,7 @@ def test_a_mixture_that_foresees_the_worst_earns_more_than_any_threat():
 def test_the_last_game_of_metrics_uses_what_the_weights_follow(signal, earned):
   rows = [
     {
+      'radius_scale': 1.0,
       'played': {'a': 1.0, 'b': 0.0},
       'validation_loss': {'a': 1.0, 'b': 3.5},
       'validation_accuracy': {'a': 0.75, 'b': 0.5},
@@ -51,6 +52,20 @@ def test_the_last_game_of_metrics_uses_what_the_weights_follow(signal, earned):
   ] * 2
   found = game.last(rows, signal)
   assert found['regret'] == pytest.approx(earned)
+
+
+def test_a_game_begins_when_the_radii_have_grown():
+  def row(loss, radius_scale):
+    return {
+      'radius_scale': radius_scale,
+      'played': {'a': 1.0, 'b': 0.0},
+      'validation_loss': {'a': 1.0, 'b': loss},
+      'validation_accuracy': {'a': 0.5, 'b': 0.5},
+    }
+
+  rows = [row(9.0, 0.4), row(5.0, 0.8), row(4.0, 1.0), row(3.0, 1.0)]
+  regrets = [game.last(rows[:t], 'loss')['regret'] for t in range(1, 5)]
+  assert regrets == pytest.approx([8.0, 4.0, 3.0, 5.0])
 
 
 def test_can_be_traced():

@@ -64,6 +64,20 @@ def test_multiplicative_weights_takes_a_schedule_over_outer_steps():
   )
 
 
+def test_multiplicative_weights_may_forget():
+  policy = policies.multiplicative_weights(3, eta=math.log(2), memory=0.5)
+  state = policy.init()
+  for losses, expected in [
+    ((4.0, 0.0, 0.0), [16 / 18, 1 / 18, 1 / 18]),  # w = 16, 1, 1
+    ((0.0, 1.0, 0.0), [4 / 7, 2 / 7, 1 / 7]),  # w = 16^0.5, 2, 1
+    ((0.0, 0.5, 0.0), [0.4, 0.4, 0.2]),  # w = 4^0.5, 2^0.5 2^0.5, 1
+  ]:
+    state = policy.update(state, validation(*losses))
+    np.testing.assert_allclose(probabilities(policy, state), expected, 1e-6)
+  with pytest.raises(UserError, match='memory = 0'):
+    policies.multiplicative_weights(3, eta=0.1, memory=0)
+
+
 def test_multiplicative_weights_may_follow_the_error():
   # With eta = log 4 an error of one half doubles a weight.
   policy = policies.multiplicative_weights(3, math.log(4), signal='error')

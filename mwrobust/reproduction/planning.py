@@ -29,11 +29,7 @@ WAIT = 20.0  # Seconds between two checks of runs that other processes make.
 
 
 def define_flags(workdir: str) -> None:
-  """Defines the flags of every program that makes a table.
-
-  Args:
-    workdir: the default folder.
-  """
+  """Defines the flags of every program that makes a table."""
   flags.DEFINE_string('workdir', workdir, 'Folder for the runs and the tables.')
   flags.DEFINE_string(
     'output',
@@ -47,17 +43,11 @@ def define_flags(workdir: str) -> None:
 
 
 class PlannedRun(NamedTuple):
-  """A run that a table needs.
+  """A run that a table needs."""
 
-  Attributes:
-    method: the method, with its threat if it has one: `'single dct_l1'`.
-    config: the config of the run.
-    workdir: the folder of the run.
-  """
-
-  method: str
-  config: ml_collections.ConfigDict
-  workdir: epath.Path
+  method: str  # The method, with its threat if it has one: `'single dct_l1'`.
+  config: ml_collections.ConfigDict  # The config of the run.
+  workdir: epath.Path  # The folder of the run.
 
 
 def make_config(
@@ -201,19 +191,12 @@ def load(run: PlannedRun) -> runs.Run:
 
 
 class Cost(NamedTuple):
-  """The cost of a run in gradient evaluations.
+  """The cost of a run in gradient evaluations."""
 
-  Attributes:
-    status: see `status`.
-    training: the whole training.
-    evaluation: an upper bound; see `gradient_evaluations`.
-    left: what has not been done yet.
-  """
-
-  status: str
-  training: int
-  evaluation: int
-  left: int
+  status: str  # See `status`.
+  training: int  # The whole training.
+  evaluation: int  # An upper bound; see `gradient_evaluations`.
+  left: int  # What has not been done yet.
 
 
 def cost(run: PlannedRun) -> Cost:
@@ -261,12 +244,7 @@ def describe(planned: Sequence[PlannedRun]) -> tuple[str, int]:
 
 
 def announce(planned: Sequence[PlannedRun], say: Callable[[str], None]) -> None:
-  """Prints the plan, then its estimated time, which takes longer to measure.
-
-  Args:
-    planned: the runs.
-    say: prints a text.
-  """
+  """Prints the plan, then its estimated time, which takes longer to measure."""
   text, left = describe(planned)
   say(text)
   seconds = seconds_per_gradient(planned[0].config)

@@ -19,30 +19,22 @@ from mwrobust.runtime import files
 
 
 class TablePlan(NamedTuple):
-  """A table.
+  """A table."""
 
-  Attributes:
-    methods: the methods, each with the networks to show besides its output, as
-      in `config.eval.others`.
-    rows: the rows to show; () for all.
-    protocol: a protocol it needs besides `config.eval.protocols`.
-    config: the config file.
-    one_seed: the methods that use only the first seed.
-    section: the kind of table: `'accuracy'`, a table for each protocol with the
-      paper's figures; `'comparison'`, one table with the cost of training; or
-      `'time'`.
-    fields: config fields, unless the command line sets them.
-    title: what the table shows, in a few words.
-  """
-
+  # The methods, each with the networks to show besides its output, as in
+  # `config.eval.others`.
   methods: Mapping[str, tuple[str, ...]]
-  rows: tuple[str, ...] = ()
+  rows: tuple[str, ...] = ()  # The rows to show; () for all.
+  # A protocol it needs besides `config.eval.protocols`.
   protocol: str = 'paper'
-  config: str = 'mnist.py'
-  one_seed: tuple[str, ...] = ()
+  config: str = 'mnist.py'  # The config file.
+  one_seed: tuple[str, ...] = ()  # The methods that use only the first seed.
+  # The kind of table: `'accuracy'`, a table for each protocol with the paper's
+  # figures; `'comparison'`, one table with the cost of training; or `'time'`.
   section: str = 'accuracy'
+  # Config fields, unless the command line sets them.
   fields: Mapping[str, Any] = {}
-  title: str = ''
+  title: str = ''  # What the table shows, in a few words.
 
 
 _POLICIES = {
@@ -120,15 +112,10 @@ def plan(
   chosen: Mapping[str, Mapping[str, Any]] | None = None,
   given: Collection[str] = (),
 ) -> list[PlannedRun]:
-  """Plans the runs of a table.
+  """Plans the runs of a table, each in a folder of its own.
 
-  Args:
-    table: the table to make.
-    config: the config that all runs share.
-    seeds: the seeds by method.
-    folder: the parent folder of the workdirs.
-    chosen: further fields by method; see `chosen.CHOSEN`.
-    given: fields that keep their values.
+  `seeds` and further fields (`chosen.CHOSEN`) are by method; the fields that
+  are `given` on the command line keep their values.
   """
   if table == TABLES['convexity'] and config_lib.window(config) == 1:
     raise UserError('This table compares averages: it needs train.h > 1.')
@@ -276,9 +263,7 @@ def setting_parts(
 ) -> list[document.Part]:
   """Returns the shared setting, and the settings of each method.
 
-  Args:
-    found: the runs.
-    chosen: the settings that a search chose, by method.
+  Those that a search chose are named.
   """
   parts = [
     document.text(config_lib.describe(found[0].config, shared=True)),
@@ -324,13 +309,8 @@ def write(
 ) -> None:
   """Writes a table over its runs as .md, .html and .json.
 
-  Args:
-    name: the name of the table.
-    table: the plan of the table.
-    found: its runs.
-    chosen: the settings that a search chose, by method.
-    output: the path of the files, without a suffix.
-    say: prints the table and the paths.
+  `chosen` are the settings that a search chose, by method, and `output` is the
+  path of the files without a suffix.
   """
   runs.check_mergeable(found)
   sections = [

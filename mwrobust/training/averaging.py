@@ -17,6 +17,7 @@ An ensemble is a `logits_fn`, so attacks treat it as one model:
 [[0.5, 0.5]]
 """
 
+import functools
 import math
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -42,7 +43,7 @@ def average(trees: Iterable[Any]) -> Any:
       return leaves[-1]
     return jnp.mean(jnp.stack(leaves), axis=0)
 
-  return jax.tree.map(mean, *trees)
+  return jax.jit(functools.partial(jax.tree.map, mean))(*trees)
 
 
 def ensemble(logits_fns: Iterable[LogitsFn]) -> LogitsFn:

@@ -31,11 +31,10 @@ class Checkpoints:
   def __init__(self, workdir: epath.Path, keep: int | None):
     """Opens the checkpoints and removes what a killed save left behind.
 
-    Args:
-      workdir: the folder of the run.
-      keep: the number of outer steps to keep; None for all.
+    The last `keep` outer steps are kept, or all.
     """
     self._workdir = epath.Path(workdir)
+    self._interrupted_folder = self._workdir / 'interrupted'
     self._outer = _open(workdir / 'checkpoints', keep, cleanup=True)
     self._interrupted = None
     if self._interrupted_folder.is_dir():
@@ -57,10 +56,6 @@ class Checkpoints:
     if not self._interrupted:
       self._open_interrupted()
     self._save(self._interrupted, int(state.step), state)
-
-  @property
-  def _interrupted_folder(self) -> epath.Path:
-    return self._workdir / 'interrupted'
 
   def _open_interrupted(self) -> None:
     self._interrupted = _open(self._interrupted_folder, 1, cleanup=True)
@@ -93,9 +88,7 @@ class Checkpoints:
   ) -> TrainState | None:
     """Returns the latest state that can be read, or None if there is none.
 
-    Args:
-      like: a state of the same shapes.
-      say: prints a message for each checkpoint that cannot be read.
+    `like` is a state of the same shapes.
     """
     found, aside = [], []
     for checkpointer in self._opened:

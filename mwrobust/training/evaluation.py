@@ -69,95 +69,75 @@ def evaluate(
 ) -> Evaluations:
   """Attacks each network of the run with each protocol.
 
-  Args:
-    job: the run.
-    config: the config with the threats to evaluate.
-    workdir: the folder of the run.
-    check_stop: called between batches; may raise to stop.
-    say: prints messages for the user.
+  The threats are those of `config`, which need not be those of training.
+  `check_stop` is called between batches and may raise to stop.
   """
   threats = config_lib.make_threats(config)
+  split = job.config.eval.split
+
+  def attack(
+    network: Network,
+    protocol: str,
+    radii: tuple[float, ...] = (1.0,),
+    examples: int | None = None,
+  ) -> Outcomes:
+    images, labels = (array[:examples] for array in job.evaluated)
+    about = {
+      'network': network.name,
+      'is_output': network.is_output,
+      'outer_steps': network.outer_steps,
+      'members': len(network.members),
+      'dataset': job.data.name,
+      'split': split,
+    }
+    # One folder for each evaluation, so that none overwrites another.
+    settings = about, protocol, radii, len(labels), job.config.seed
+    settings = json.dumps([settings, [t.to_dict() for t in threats]])
+    digest = hashlib.sha256(settings.encode()).hexdigest()[:8]
+    name = network.name.replace(' ', '_').replace('=', '')
+    what = 'the radii' if len(radii) > 1 else f'protocol {protocol}'
+    say(f'Evaluating {network.name}, {what}, {len(labels):,} {split} images.')
+    return evaluation.evaluate(
+      functools.partial(ensemble_logits, job.model),
+      images,
+      labels,
+      threats,
+      params=network.members,
+      protocol=protocol,
+      radii=radii,
+      batch_size=job.config.eval.batch_size,
+      seed=job.config.seed,
+      folder=workdir / 'eval' / f'{name}_{protocol}_{digest}',
+      about=about,
+      pictures=0 if len(radii) > 1 else 8,  # Curves show none.
+      on_batch=lambda outcomes: check_stop(),
+    )
+
   found = {}
   for network in networks(job, workdir, check_stop, say):
-    if not (network.is_output or network.kind in config.eval.others):
-      continue
-    of_network = functools.partial(
-      _evaluate_network, job, network, threats, workdir, check_stop, say
-    )
-    found[network.name] = {
-      protocol: of_network(protocol) for protocol in config.eval.protocols
-    }
+    if network.is_output or network.kind in config.eval.others:
+      found[network.name] = {
+        protocol: attack(network, protocol)
+        for protocol in config.eval.protocols
+      }
     if network.is_output and config.eval.curve_examples:
-      of_network(
-        'fast', radii=evaluation.RADII, examples=config.eval.curve_examples
-      )
+      count = config.eval.curve_examples
+      attack(network, 'fast', radii=evaluation.RADII, examples=count)
   return found
-
-
-def _evaluate_network(
-  job: Job,
-  network: 'Network',
-  threats: tuple,
-  workdir: epath.Path,
-  check_stop: Callable[[], None],
-  say: Callable[[str], None],
-  protocol: str,
-  radii: tuple[float, ...] = (1.0,),
-  examples: int | None = None,
-) -> Outcomes:
-  images, labels = (array[:examples] for array in job.evaluated)
-  about = {
-    'network': network.name,
-    'is_output': network.is_output,
-    'outer_steps': network.outer_steps,
-    'members': len(network.members),
-    'dataset': job.data.name,
-    'split': job.config.eval.split,
-  }
-  # One folder for each evaluation, so that none overwrites another.
-  settings = about, protocol, radii, len(labels), job.config.seed
-  settings = json.dumps([settings, [t.to_dict() for t in threats]])
-  digest = hashlib.sha256(settings.encode()).hexdigest()[:8]
-  name = network.name.replace(' ', '_').replace('=', '')
-  what = 'the radii' if len(radii) > 1 else f'protocol {protocol}'
-  images_of = f'{len(labels):,} {job.config.eval.split} images'
-  say(f'Evaluating {network.name}, {what}, {images_of}.')
-  return evaluation.evaluate(
-    functools.partial(ensemble_logits, job.model),
-    images,
-    labels,
-    threats,
-    params=network.members,
-    protocol=protocol,
-    radii=radii,
-    batch_size=job.config.eval.batch_size,
-    seed=job.config.seed,
-    folder=workdir / 'eval' / f'{name}_{protocol}_{digest}',
-    about=about,
-    pictures=0 if len(radii) > 1 else 8,  # Curves show none.
-    on_batch=lambda outcomes: check_stop(),
-  )
 
 
 # ---------------------------------------------------------------- the networks
 
 
 class Network(NamedTuple):
-  """A network or ensemble to evaluate.
+  """A network or ensemble to evaluate."""
 
-  Attributes:
-    kind: `'last'`, `'average'`, `'recalibrated'` or `'ensemble'`.
-    name: its name, such as `'h=3 average'`.
-    members: the variables of the network, or of each member of the ensemble.
-    outer_steps: the outer steps its parameters come from.
-    is_output: whether it is the output of the algorithm.
-  """
-
-  kind: str
-  name: str
+  kind: str  # `'last'`, `'average'`, `'recalibrated'` or `'ensemble'`.
+  name: str  # Its name, such as `'h=3 average'`.
+  # The variables of the network, or of each member of the ensemble.
   members: tuple[Any, ...]
-  outer_steps: tuple[int, ...]
-  is_output: bool
+  outer_steps: tuple[int, ...]  # The outer steps its parameters come from.
+  is_output: bool  # Whether it is the output of the algorithm.
 
 
 def networks(

@@ -41,24 +41,18 @@ FOOLED = 1.5  # A better attack may reach this many times the loss.
 
 
 class Game(NamedTuple):
-  """The two sides of the game and the regret; every entry is [T].
+  """The two sides of the game and the regret; every entry is [T]."""
 
-  Attributes:
-    mixture: <p_s, L(s)>, the loss of the mixture that s was trained on.
-    worst: max_i L_i(s), the loss of the worst threat after s.
-    mean_mixture: the mean of `mixture` so far.
-    mean_worst: max_i of the mean of L_i so far.
-    regret: max_i sum_s L_i(s) - sum_s <p_s, L(s)>: how much more the weights
-      would have earned so far on the worst threat in hindsight.
-  """
-
-  mixture: Array
-  worst: Array
-  mean_mixture: Array
-  mean_worst: Array
+  mixture: Array  # <p_s, L(s)>, the loss of the mixture that s was trained on.
+  worst: Array  # max_i L_i(s), the loss of the worst threat after s.
+  mean_mixture: Array  # The mean of `mixture` so far.
+  mean_worst: Array  # max_i of the mean of L_i so far.
+  # max_i sum_s L_i(s) - sum_s <p_s, L(s)>: how much more the weights would have
+  # earned so far on the worst threat in hindsight.
   regret: Array
 
 
+@jax.jit
 def observe(probabilities: Array, losses: Array) -> Game:
   """Returns both sides of the game, and the regret, after every outer step.
 
@@ -83,26 +77,33 @@ def observe(probabilities: Array, losses: Array) -> Game:
   )
 
 
-def last(rows: Sequence[Mapping[str, Any]], signal: str) -> dict[str, float]:
-  """Returns the game after the last outer step, by the names of `Game`.
+def of_last(rows: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
+  """Returns the outer steps of the game that the last one belongs to.
+
+  The game begins when the radii have grown. Until then every outer step is a
+  game of its own, because its threats are others.
 
   Args:
     rows: the metrics of all outer steps so far.
-    signal: `'loss'` or `'error'`, see `policies.multiplicative_weights`.
   """
+  return [row for row in rows if row['radius_scale'] >= 1] or rows[-1:]
+
+
+def last(rows: Sequence[Mapping[str, Any]], signal: str) -> dict[str, float]:
+  """Returns the game after the last of these rows, by the names of `Game`."""
   played, losses, accuracies = (
-    np.array([list(row[field].values()) for row in rows])
+    np.array([list(row[field].values()) for row in of_last(rows)])
     for field in ('played', 'validation_loss', 'validation_accuracy')
   )
   found = observe(played, signal_of(signal, losses, accuracies))
+  found = jax.device_get(found)
   return {name: float(values[-1]) for name, values in found._asdict().items()}
 
 
 def attack_is_fooled(reached: float, possible: float) -> bool:
   """Returns whether a network has learnt to fool the training attack.
 
-  Args:
-    reached: the loss that the training attack finds on some images.
-    possible: the loss that a stronger attack finds on them.
+  That attack has `reached` a loss on some images, and a stronger attack shows
+  what is `possible`.
   """
   return possible > max(FOOLED * reached, reached + 0.1)

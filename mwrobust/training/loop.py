@@ -357,7 +357,9 @@ class _Log(contextlib.AbstractContextManager):
     """
     job = self.job
     losses, accuracies = map(np.asarray, measured.validation)
+    radius_scale = job.radius_scale(job.schedule.progress(self.chosen))
     row = {
+      'radius_scale': float(radius_scale),
       'validation_loss': self._by_name(losses),
       'validation_accuracy': self._by_name(accuracies),
     }
@@ -379,7 +381,6 @@ class _Log(contextlib.AbstractContextManager):
       check_examples=job.config.train.check_examples,
       probed_loss=self._by_name(measured.reached),
       possible_loss=self._by_name(measured.possible),
-      radius_scale=job.radius_scale(job.schedule.progress(self.chosen)),
       **self._cost(),
     )
     worst = int(np.argmin(accuracies))

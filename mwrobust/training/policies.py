@@ -109,13 +109,20 @@ class MultiplicativeWeightsState(NamedTuple):
 
 
 def multiplicative_weights(
-  k: int, eta: float | Schedule, signal: str = 'loss'
+  k: int,
+  eta: float | Schedule,
+  signal: str = 'loss',
+  memory: float = 1.0,
 ) -> Policy:
   r"""Makes the paper's policy (Figures ALG:multi-robust and -scalable).
 
   .. math::
-    w_i = 1, \qquad w_i \leftarrow w_i e^{\eta L_i}, \qquad
+    w_i = 1, \qquad w_i \leftarrow w_i^m e^{\eta L_i}, \qquad
     p_i = w_i / \sum_j w_j
+
+  The paper has m = 1, for a network that answers all weights equally well. One
+  that is still learning may need most of its mini batches for a threat that is
+  hard at first and not the worst later; with m < 1 the weights forget.
 
   Args:
     k: The number of threats.
@@ -125,10 +132,12 @@ def multiplicative_weights(
     signal: The meaning of L_i: `'loss'`, the validation loss, as in the Figure;
       or `'error'`, one minus the validation accuracy. The Theorem needs losses
       in [0, R]: the cross entropy has no such bound; the error has R = 1.
+    memory: m, in (0, 1].
 
   Returns:
     The policy.
   """
+  _check_share('memory', memory)
   if not callable(eta) and not _is_number(eta, above=0):
     raise UserError(
       f'eta = {eta!r}, but multiplicative_weights needs a positive, finite '
@@ -148,7 +157,7 @@ def multiplicative_weights(
   def update(state, validation):
     losses = signal_of(signal, *validation)
     eta_now = eta(state.outer_step) if callable(eta) else eta
-    log_weights = state.log_weights + eta_now * losses
+    log_weights = memory * state.log_weights + eta_now * losses
     # Only ratios of weights matter. Scaling the largest to 1 after every update
     # avoids overflow, and the weights near it keep all their digits.
     return MultiplicativeWeightsState(
@@ -364,6 +373,7 @@ def make(
   *,
   eta: float | Schedule | None = None,
   signal: str = 'loss',
+  memory: float = 1.0,
   index: int | None = None,
   decay: float = 0.98,
   exploration: float = 1.0,
@@ -379,6 +389,7 @@ def make(
     k: The number of threats.
     eta: For `multiplicative_weights`.
     signal: For `multiplicative_weights` and `ucb`.
+    memory: For `multiplicative_weights`.
     index: For `single`.
     decay: For `e_at`.
     exploration: For `ucb`.
@@ -388,7 +399,9 @@ def make(
     The policy.
   """
   makers = {
-    'multiplicative_weights': lambda: multiplicative_weights(k, eta, signal),
+    'multiplicative_weights': lambda: multiplicative_weights(
+      k, eta, signal, memory
+    ),
     'greedy': lambda: greedy(k),
     'round_robin': lambda: round_robin(k),
     'single': lambda: single(k, index),

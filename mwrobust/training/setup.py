@@ -27,49 +27,33 @@ PROBE = attacks.apgd(50, result='highest')
 
 
 class Job(NamedTuple):
-  """The data and functions of a run.
+  """The data and functions of a run."""
 
-  Attributes:
-    config: see `mwrobust/config.py`.
-    data: all examples, in memory.
-    evaluated: the examples of `eval.split` that an evaluation attacks.
-    model: a linen module.
-    names: the names of the threats.
-    policy: picks the threat of a mini batch.
-    adversary: makes the images that a mini batch is trained on.
-    init: makes the state before the first step.
-    choose: `choose(policy_state, step) -> index` of the threat.
-    train_step: see `steps.make_train_step`.
-    validation_step: see `steps.make_validation_step`; uses its attacks.
-    trained_step: the same with the attacks of training.
-    probe_step: the same with `PROBE`.
-    natural_step: see `steps.make_natural_step`.
-    learning_rate: a function of the step and the progress, see `Schedule`.
-    radius_scale: the factor of the radii, a function of the progress.
-    schedule: the length of training.
-    batch_gradients: the gradients per mini batch, by its threat, [k].
-    validation_gradients: the gradients of a validation of all examples.
-  """
-
-  config: ml_collections.ConfigDict
-  data: data.Dataset
+  config: ml_collections.ConfigDict  # See `mwrobust/config.py`.
+  data: data.Dataset  # All examples, in memory.
+  # The examples of `eval.split` that an evaluation attacks.
   evaluated: data.Split
-  model: Any
-  names: tuple[str, ...]
-  policy: Policy
-  adversary: Adversary
-  init: Callable[[], TrainState]
+  model: Any  # A linen module.
+  names: tuple[str, ...]  # The names of the threats.
+  policy: Policy  # Picks the threat of a mini batch.
+  adversary: Adversary  # Makes the images that a mini batch is trained on.
+  init: Callable[[], TrainState]  # Makes the state before the first step.
+  # `choose(policy_state, step) -> index` of the threat.
   choose: Callable[[Any, int], jax.Array]
-  train_step: Callable
+  train_step: Callable  # See `steps.make_train_step`.
+  # See `steps.make_validation_step`; uses its attacks.
   validation_step: Callable
-  trained_step: Callable
-  probe_step: Callable
-  natural_step: Callable
+  trained_step: Callable  # The same with the attacks of training.
+  probe_step: Callable  # The same with `PROBE`.
+  natural_step: Callable  # See `steps.make_natural_step`.
+  # A function of the step and the progress, see `Schedule`.
   learning_rate: Callable[[int, float], jax.Array]
+  # The factor of the radii, a function of the progress.
   radius_scale: Callable[[float], jax.Array]
-  schedule: 'Schedule'
+  schedule: 'Schedule'  # The length of training.
+  # The gradients per mini batch, by its threat, [k].
   batch_gradients: np.ndarray
-  validation_gradients: float
+  validation_gradients: float  # The gradients of a validation of all examples.
 
 
 class Schedule(NamedTuple):
@@ -80,21 +64,16 @@ class Schedule(NamedTuple):
   is not known in advance, because it depends on the threats that are chosen.
 
   `chosen` is the number of mini batches of each threat so far, [k].
-
-  Attributes:
-    steps_per_epoch: the number of whole mini batches in the training data.
-    outer_steps: T.
-    costs: the cost of a mini batch, by its threat, int [k]. A budget is in
-      thirds of a gradient, the cost of a forward pass, so that costs are exact.
-    total: the cost of all mini batches together.
-    gradients: the gradients of training with its validations, if all threats
-      are chosen equally often.
   """
 
-  steps_per_epoch: int
-  outer_steps: int
+  steps_per_epoch: int  # The number of whole mini batches in the training data.
+  outer_steps: int  # T.
+  # The cost of a mini batch, by its threat, int [k]. A budget is in thirds of a
+  # gradient, the cost of a forward pass, so that costs are exact.
   costs: np.ndarray
-  total: int
+  total: int  # The cost of all mini batches together.
+  # The gradients of training with its validations, if all threats are chosen
+  # equally often.
   gradients: float
 
   def progress(self, chosen: Any) -> Any:
@@ -367,10 +346,7 @@ def refuse_another_run(
 ) -> None:
   """Raises a UserError if the workdir has a run of another config.
 
-  Args:
-    workdir: the folder of the run.
-    config: the config to compare with.
-    also_free: fields that may differ besides `config.FREE_FIELDS`.
+  The fields in `also_free` may differ, as may those in `config.FREE_FIELDS`.
   """
   if not (workdir / 'config.json').exists():
     return
