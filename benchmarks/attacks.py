@@ -1,20 +1,17 @@
-"""Compares the speed of the attacks with bare gradients and with the peers.
+"""Compares the speed of the attacks with bare gradients.
 
-  python -m benchmarks.attacks [--peers] [--networks=cnn,resnet_v1_50]
+  python -m benchmarks.attacks [--networks=cnn,resnet_v1_50]
 
 Prints two tables, measured in one run, for the MNIST CNN at batch 100 and the
 6n+2 ResNet-50 at batch 32: the paper's six training attacks, each alone and in
 a switch; and APGD, FAB and Square for the same threats. The ratio is the time
 of an attack over that of its forward passes and input gradients, each jitted at
 the top level of a program: it is 1 if everything else is free. Then it prints
-the time to compile. With --peers it also times Foolbox on JAX and, if torch is
-installed, Foolbox on torch and torchattacks, on the same network with the same
-steps.
+the time to compile.
 """
 
 import dataclasses
 import functools
-import platform
 import time
 from collections.abc import Callable, Sequence
 
@@ -28,7 +25,6 @@ from mwrobust import attacks
 from mwrobust.attacks import losses, spaces
 from mwrobust.reporting.document import markdown_table
 
-_PEERS = flags.DEFINE_bool('peers', False, 'Also time the peers.')
 _NETWORKS = flags.DEFINE_list(
   'networks', ['cnn', 'resnet_v1_50'], 'The networks to time.'
 )
@@ -218,17 +214,10 @@ def _shifted(shift: int) -> attacks.Space:
 def main(argv):
   """Prints all tables."""
   del argv
-  print(
-    f'jax {jax.__version__}, Python {platform.python_version()}, '
-    f'{jax.default_backend()}'
-  )
+  print(timing.setting())
   for network in _NETWORKS.value:
     time_network(network, _REPEATS.value)
     time_compile(network, 2)
-    if _PEERS.value:
-      from benchmarks import peers  # Needs foolbox, of the test extra.
-
-      peers.time_peers(network, _REPEATS.value)
 
 
 if __name__ == '__main__':

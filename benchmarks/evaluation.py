@@ -19,7 +19,6 @@ evaluates both on its test images under these threats with each protocol.
 
 import functools
 import os
-import platform
 import tempfile
 import time
 
@@ -30,10 +29,9 @@ if 'XLA_FLAGS' not in os.environ:  # Before jax reads it.
 import jax
 import numpy as np
 from absl import app, flags
-from etils import epath
 from jax.experimental.compilation_cache import compilation_cache
 
-from benchmarks import timing
+from benchmarks import networks, timing
 from configs import quickstart
 from mwrobust import config as config_lib
 from mwrobust import evaluation
@@ -41,9 +39,7 @@ from mwrobust.attacks import losses
 from mwrobust.evaluation import programs
 from mwrobust.reporting.document import markdown_table
 from mwrobust.runtime import devices
-from mwrobust.runtime.signals import stop_signals
 from mwrobust.training import evaluation as run_evaluation
-from mwrobust.training import loop, setup
 
 BATCH_SIZE = 250
 PASSES = 10  # Gradients or forward passes in one timed call.
@@ -62,14 +58,9 @@ def train(network: str):
   config.model.options.features = (16, 32)
   config.model.options.hidden = 200
   config.train.check_examples = 0
-  job = setup.prepare(config)
-  with tempfile.TemporaryDirectory() as folder, stop_signals() as stop:
-    workdir = epath.Path(folder)
-    loop.train(job, workdir, stop, print)
-    found = run_evaluation.networks(job, workdir, stop.check, print)
-    (output,) = (n for n in found if n.is_output)
+  job, members = networks.train(config)
   logits_fn = functools.partial(run_evaluation.ensemble_logits, job.model)
-  return logits_fn, output.members, job
+  return logits_fn, members, job
 
 
 def seconds_alone(logits_fn, params, images, labels) -> tuple[float, float]:
@@ -180,11 +171,8 @@ def main(argv):
     *('bound', 'time', 'wall', 'first'),
   ]
   radii = ', '.join(f'{t.name} {t.eps:g}' for t in threats)
-  print(
-    f'\njax {jax.__version__}, Python {platform.python_version()}, '
-    f'{jax.device_count()} {jax.default_backend()} devices; {len(labels)} '
-    f'images; {radii}\n\n{markdown_table(header, rows)}'
-  )
+  print(f'\n{timing.setting()}; {len(labels)} images; {radii}\n')
+  print(markdown_table(header, rows))
 
 
 if __name__ == '__main__':

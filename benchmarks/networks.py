@@ -1,15 +1,20 @@
-"""The networks of the benchmarks: with random weights, or from a file."""
+"""The networks of the benchmarks: random, newly trained, or from a file."""
 
 import functools
 import os
+import tempfile
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
+import ml_collections
 import numpy as np
+from etils import epath
 from flax import traverse_util
 
 from mwrobust import attacks, models
+from mwrobust.runtime.signals import stop_signals
+from mwrobust.training import evaluation, loop, setup
 
 # Network: (image shape, batch size, the paper's eps for linf, l2, l1).
 SETTINGS = {
@@ -26,20 +31,15 @@ ATTACKS = {
 
 
 class Loaded(NamedTuple):
-  """A network and a batch to time.
+  """A network and a batch to time."""
 
-  Attributes:
-    logits_fn: `logits_fn(variables, images)`.
-    variables: its random weights.
-    images: a random batch.
-    labels: the network's predictions, so that no example is misclassified.
-    pairs: the paper's six threats, each with its training attack.
-  """
-
+  # `logits_fn(variables, images)`.
   logits_fn: Callable[[Any, jax.Array], jax.Array]
-  variables: Any
-  images: jax.Array
+  variables: Any  # Its random weights.
+  images: jax.Array  # A random batch.
+  # The network's predictions, so that no example is misclassified.
   labels: jax.Array
+  # The paper's six threats, each with its training attack.
   pairs: tuple[tuple[attacks.Threat, attacks.Attack], ...]
 
 
@@ -60,6 +60,19 @@ def load(network: str) -> Loaded:
   threats = attacks.six_threats(*eps)
   pairs = tuple((threat, ATTACKS[threat.norm]) for threat in threats)
   return Loaded(logits_fn, variables, images, labels, pairs)
+
+
+def train(config: ml_collections.ConfigDict):
+  """Trains a run, and returns its job and the members of its output."""
+  # Nothing is evaluated: otherwise it would be part of the time left.
+  config.eval.examples, config.eval.curve_examples = 1, 0
+  job = setup.prepare(config)
+  with tempfile.TemporaryDirectory() as folder, stop_signals() as stop:
+    workdir = epath.Path(folder)
+    loop.train(job, workdir, stop, print)
+    found = evaluation.networks(job, workdir, stop.check, print)
+    (output,) = (network for network in found if network.is_output)
+  return job, output.members
 
 
 def load_trained(path: str | os.PathLike):

@@ -18,7 +18,6 @@ AutoAttack has, for a comparison at equal work.
 import json
 import os
 import pathlib
-import platform
 import tempfile
 import time
 
@@ -30,7 +29,7 @@ import jax
 import numpy as np
 from absl import app, flags
 
-from benchmarks import networks
+from benchmarks import networks, timing
 from mwrobust import attacks, evaluation
 from mwrobust import data as data_lib
 from mwrobust.evaluation.protocols import PROTOCOLS
@@ -150,11 +149,7 @@ def main(argv):
   images, labels = data_lib.load('mnist', directory=_DATA.value, seed=0).test
   count = _EXAMPLES.value
   data = images[:count], labels[:count]
-  print(
-    f'jax {jax.__version__}, Python {platform.python_version()}, '
-    f'{jax.device_count()} {jax.default_backend()} devices; the first {count} '
-    'test images of MNIST\n'
-  )
+  print(f'{timing.setting()}; the first {count} test images of MNIST\n')
   # Keeps compiled programs from the first run to the second.
   jax.config.update('jax_compilation_cache_dir', tempfile.mkdtemp())
   jax.config.update('jax_persistent_cache_min_compile_time_secs', 0)

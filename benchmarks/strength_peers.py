@@ -200,14 +200,6 @@ def digest(folder) -> str:
   return hashlib.sha256(content).hexdigest()[:12]
 
 
-def save(path, result):
-  """Writes JSON atomically."""
-  os.makedirs(os.path.dirname(os.path.abspath(path)), exist_ok=True)
-  with open(f'{path}.tmp', 'w') as file:
-    json.dump(result, file, indent=1)
-  os.replace(f'{path}.tmp', path)
-
-
 def main(argv):
   """Runs the attacks and writes the result."""
   if len(argv) > 1:
@@ -224,6 +216,8 @@ def main(argv):
       raise app.UsageError(f'{sorted(original)} need --autoattack')
     sys.path.insert(0, AUTOATTACK.value)
     versions['autoattack'] = f'sha256 {digest(AUTOATTACK.value)}'
+  output = pathlib.Path(OUTPUT.value)
+  output.parent.mkdir(parents=True, exist_ok=True)
   torch.set_num_threads(THREADS.value)
 
   network = load_network(NETWORK.value, MEAN.value, STD.value)
@@ -284,7 +278,7 @@ def main(argv):
           'outside': int(outside.sum()),
         }
       )
-      save(OUTPUT.value, result)
+      output.write_text(json.dumps(result, indent=1))
       print(norm, eps, entry['library'], entry['attacks'][-1], flush=True)
 
 

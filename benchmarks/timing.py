@@ -1,9 +1,18 @@
 """Times functions side by side on a busy machine."""
 
+import platform
 import time
 from collections.abc import Callable
 
 import jax
+
+
+def setting() -> str:
+  """Returns the versions and devices of a measurement."""
+  return (
+    f'jax {jax.__version__}, Python {platform.python_version()}, '
+    f'{jax.device_count()} {jax.default_backend()} devices'
+  )
 
 
 def interleaved(

@@ -11,7 +11,6 @@ once, for several k.
 """
 
 import functools
-import platform
 import time
 from collections.abc import Callable
 
@@ -257,10 +256,7 @@ def main(argv):
   """Prints all tables."""
   del argv
   logging.set_verbosity(logging.WARNING)
-  print(
-    f'jax {jax.__version__}, Python {platform.python_version()}, '
-    f'{jax.default_backend()}; MNIST CNN, batch 100, mnist5k'
-  )
+  print(f'{timing.setting()}; MNIST CNN, batch 100, mnist5k')
   take_a_step_apart(REPEATS)
   time_all_at_once(REPEATS)
   time_methods(_OUTER_STEPS.value)

@@ -9,13 +9,13 @@ them; then the first loss falls short of the second.
 """
 
 import functools
-import platform
 
 import jax
 import jax.numpy as jnp
 from absl import app, flags
 from etils import epath
 
+from benchmarks import timing
 from mwrobust import attacks
 from mwrobust import config as config_lib
 from mwrobust.attacks import losses
@@ -73,10 +73,7 @@ def main(argv):
   """Prints the table."""
   if len(argv) < 2:
     raise app.UsageError('name the folders of one or more runs')
-  print(
-    f'jax {jax.__version__}, Python {platform.python_version()}; the first '
-    f'{_EXAMPLES.value} validation images'
-  )
+  print(f'{timing.setting()}; the first {_EXAMPLES.value} validation images')
   rows = [row for workdir in argv[1:] for row in rows_of(workdir)]
   header = ['run', 'threat', 'attack', 'loss', 'APGD-100', 'shortfall']
   print(f'\n{markdown_table(header, rows)}')
