@@ -9,7 +9,6 @@ import re
 import shlex
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -19,11 +18,7 @@ from mwrobust.errors import UserError
 
 MADE_BY = 'mwrobust-launch'  # The label of all that the launchers make.
 FOLDER = 'runs/launch'  # For the files that the launchers write.
-PAUSE = 15.0  # Seconds before the first retry; doubled before each later one.
-RETRIES = 4
-TIMEOUT = 1800.0  # Seconds that a command may take.
-
-_PASSING = ('connect', 'contact', 'timed out')  # Failures worth a retry.
+TIMEOUT = 600.0  # Seconds that a command may take.
 
 flags.disclaim_key_flags()  # `--help` shows those of the module that is run.
 
@@ -130,46 +125,8 @@ def text_of(command: list[str]) -> str:
   return lines.removeprefix(' ')
 
 
-def output(
-  command: list[str], settled: Callable[[], bool] = lambda: False
-) -> str:
-  """Returns what a command prints; retries a failure that may be temporary.
-
-  Args:
-    command: the words of the command, which gets no input.
-    settled: whether the work is done; asked before each retry, as a command
-      that timed out may have done it anyway.
-
-  Returns:
-    The output, '' if it is settled.
-
-  Raises:
-    UserError: it failed; the message has what it printed to stderr.
-  """
-  for retry in range(RETRIES + 1):
-    code, printed, error = _run(command)
-    if code == 0:
-      return printed
-    if retry == RETRIES or not any(word in error.lower() for word in _PASSING):
-      break
-    pause = PAUSE * 2**retry
-    say(f'{error}\nlaunch: Trying again in {pause:g} s.')
-    time.sleep(pause)
-    if settled():
-      return ''
-  raise UserError(f'{shlex.join(command)} failed:\n{error}')
-
-
-def call(command: list[str]) -> int:
-  """Runs a command that prints for the user; returns its exit code."""
-  try:
-    return subprocess.call(command, stdin=subprocess.DEVNULL)
-  except FileNotFoundError:
-    raise UserError(f'{command[0]} is not on the PATH.') from None
-
-
-def _run(command: list[str]) -> tuple[int, str, str]:
-  """Runs a command; returns its exit code, stdout and stderr."""
+def output(command: list[str]) -> str:
+  """Returns what a command prints, or raises a UserError with its errors."""
   try:
     done = subprocess.run(
       command,
@@ -182,5 +139,15 @@ def _run(command: list[str]) -> tuple[int, str, str]:
   except FileNotFoundError:
     raise UserError(f'{command[0]} is not on the PATH.') from None
   except subprocess.TimeoutExpired:
-    return 124, '', f'{command[0]} timed out after {TIMEOUT:g} s'
-  return done.returncode, done.stdout, done.stderr.strip()
+    raise UserError(f'{command[0]} takes more than {TIMEOUT:g} s.') from None
+  if done.returncode:
+    raise UserError(f'{shlex.join(command)} failed:\n{done.stderr.strip()}')
+  return done.stdout
+
+
+def call(command: list[str]) -> int:
+  """Runs a command that prints for the user; returns its exit code."""
+  try:
+    return subprocess.call(command, stdin=subprocess.DEVNULL)
+  except FileNotFoundError:
+    raise UserError(f'{command[0]} is not on the PATH.') from None

@@ -82,13 +82,9 @@ def launch(options: Options) -> int:
     print('\n'.join(map(commands.text_of, steps)))
     return 0
 
-  def jobs() -> list[str]:
-    """Returns the jobs of this name that the launcher made."""
-    lines = commands.output(squeue).splitlines()
-    words = [line.split() for line in lines]
-    return [job[0] for job in words if job[1:] == [f'made-by={MADE_BY}']]
-
-  found = jobs()
+  lines = [line.split() for line in commands.output(squeue).splitlines()]
+  # Only jobs that the launcher made.
+  found = [line[0] for line in lines if line[1:] == [f'made-by={MADE_BY}']]
   if options.delete:
     for job in found:
       commands.output(['scancel', job])
@@ -98,9 +94,7 @@ def launch(options: Options) -> int:
     path = pathlib.Path(sbatch[-1])
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(script(options))
-    # A submission that timed out may be in the queue anyway.
-    submitted = commands.output(sbatch, settled=lambda: bool(jobs()))
-    found = submitted.split() or jobs()
+    found = commands.output(sbatch).split()
   say(f'Job {", ".join(found)}, log in {FOLDER}/{options.name}.')
   return 0
 
