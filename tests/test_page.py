@@ -85,9 +85,8 @@ def sample():
       strict=True,
     )
   ]  # fmt: skip
-  marks = {(i, 6): ('good', 'bad', 'note')[i % 3] for i in range(6)}
   header = ['policy', 'natural', 'worst', 'mean', 'pixel_linf', 'dct_l1', '']
-  settings = [['data', 'mnist'], ['images', 60_000], ['command', 'run ' * 20]]
+  settings = [['data', 'mnist'], ['images', '60,000'], ['command', 'run ' * 20]]
   pictures = [
     (f'digit {i}', [
       (page.picture(rng.integers(0, 256, (28, 28, c), np.uint8)), f'{i} → 3')
@@ -101,7 +100,7 @@ def sample():
     'A sample & more',
     [
       ('Results', page.paragraph('In short.')),
-      ('Table', page.table(header, rows, 'In percent.', marks)),
+      ('Table', page.table(header, rows, 'In percent.')),
       ('Losses', charts.line_chart(losses, 'outer step', 'loss')),
       ('Shares', charts.stacked_shares(shares, 'outer step')),
       ('Bars', page.callout('bad', 'Look.', 'Why.') + bars()),
@@ -212,13 +211,13 @@ def test_few_sections_need_no_links():
 
 
 def test_all_text_is_escaped_once():
-  image = page.picture(np.zeros((2, 2, 1), np.uint8), NASTY)
+  image = page.picture(np.zeros((2, 2, 1), np.uint8))
   contents = [
     page.paragraph(NASTY),
-    page.table([NASTY], [[f'{NASTY}\n{NASTY}']], NASTY, {(0, 0): 'good'}),
+    page.table([NASTY], [[f'{NASTY}\n{NASTY}']], NASTY),
     charts.line_chart({NASTY: [(1, 1)]}, NASTY, NASTY),
     charts.stacked_shares([(NASTY, {NASTY: 1})], NASTY),
-    page.heat_map([NASTY], [NASTY], [[1]], '{}' + NASTY, NASTY),
+    page.heat_map([NASTY], [NASTY], [[1]], NASTY),
     page.picture_grid([NASTY], [(NASTY, [(image, NASTY)])]),
     charts.bar_chart(
       {NASTY: [charts.Bar(1, 0, 2, NASTY), charts.Bar(1, 0, 2, 'b')]}
@@ -231,36 +230,14 @@ def test_all_text_is_escaped_once():
   # Title twice, eight headings twice, and the arguments above. A chart says its
   # labels and names on axes, in the legend, in titles and in its description.
   shown = (
-    2 + 16 + 1 + 4 + (1 + 3 + 2) + (1 + 2 + 3) + 4 + 3 + (1 + 2 + 1 + 1) + 2
+    2 + 16 + 1 + 4 + (1 + 3 + 2) + (1 + 2 + 3) + 3 + 3 + (1 + 2 + 1 + 1) + 2
   )
   assert document.text.count(NASTY) == shown
-  assert attributes.count(NASTY) == 1 + 3 + 2 + 1 + 1
+  assert attributes.count(NASTY) == 1 + 3 + 2 + 1
   assert '&amp;lt;' not in document.text + attributes
 
 
 # ----------------------------------------------------------------- the tables
-
-
-def test_a_table_makes_numbers_readable():
-  row = ['a', 1234567, 0.123456, 2.5e-7, -45678.9, None, NAN, np.float32(0.5)]
-  text = page.table(['x'] * 8, [row])
-  cells = re.findall(r'<td class="">(.*?)</td>', text)
-  minus = '\N{MINUS SIGN}'
-  assert cells == [
-    '1,234,567', '0.1235', f'2.5e{minus}7', f'{minus}45,679',
-    '\N{EN DASH}', '\N{EN DASH}', '0.5',
-  ]  # fmt: skip
-
-
-def test_marks_are_not_by_colour_alone():
-  marks = {(0, 1): 'good', (0, 2): 'bad', (1, 1): 'note'}
-  text = page.table(['', 'a', 'b'], [['x', 1, 2], ['y', 3, 4]], marks=marks)
-  assert '<td class="good">✓\N{NO-BREAK SPACE}1</td>' in text
-  assert '<td class="bad">✗\N{NO-BREAK SPACE}2</td>' in text
-  assert '<td class="note">*\N{NO-BREAK SPACE}3</td>' in text
-  assert '<td class="">4</td>' in text
-  with pytest.raises(KeyError):
-    page.table(['', 'a'], [['x', 1]], marks={(0, 1): 'splendid'})
 
 
 def test_what_follows_a_line_break_is_small():
@@ -270,9 +247,9 @@ def test_what_follows_a_line_break_is_small():
 
 def test_a_heat_map_tints_by_value():
   values = [[0, 50, 100], [NAN, None, INF]]
-  text = page.heat_map(['a', 'b'], ['x', 'y', 'z'], values, '{:.1f}')
+  text = page.heat_map(['a', 'b'], ['x', 'y', 'z'], values)
   tints = re.findall(r'--a:([\d.]+)">([\d.]+)<', text)
-  assert tints == [('0.04', '0.0'), ('0.37', '50.0'), ('0.70', '100.0')]
+  assert tints == [('0.04', '0'), ('0.37', '50'), ('0.70', '100')]
   assert text.count('<td>\N{EN DASH}</td>') == 3
   assert '--a:0.04' in page.heat_map(['a'], ['x'], [[5]])
   Document(page.heat_map([], [], []))
@@ -282,22 +259,11 @@ def test_a_heat_map_tints_by_value():
 def test_a_picture_keeps_its_pixels(channels):
   rng = np.random.default_rng(0)
   array = rng.integers(0, 256, (28, 32, channels), np.uint8)
-  (data,) = re.findall(r'base64,([^"]*)"', page.picture(array, 'a digit'))
+  (data,) = re.findall(r'base64,([^"]*)"', page.picture(array))
   image = Image.open(io.BytesIO(base64.b64decode(data)))
   got = np.asarray(image).reshape(array.shape)
   np.testing.assert_array_equal(got, array)
-  assert 'alt="a digit" width="96" height="84"' in page.picture(
-    array, 'a digit'
-  )
-
-
-@pytest.mark.parametrize(
-  'array', [np.zeros((2, 2, 1)), np.zeros((2, 2), np.uint8),
-            np.zeros((2, 2, 4), np.uint8)],
-)  # fmt: skip
-def test_what_is_not_a_picture_is_refused(array):
-  with pytest.raises(ValueError, match=re.escape(str(list(array.shape)))):
-    page.picture(array)
+  assert 'alt="" width="96" height="84"' in page.picture(array)
 
 
 # ----------------------------------------------------------------- the charts

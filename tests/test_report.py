@@ -261,14 +261,14 @@ def test_the_curve_is_labelled_in_multiples_of_eps(reported, evaluated):
   folder, markdown, _ = reported
   (lines,) = tables_of(section(markdown, 'Accuracy over the radius'))
   curve = evaluated[2]
-  header = ['accuracy, % at', '0', '1/4 eps', 'eps', '4 eps']
+  header = ['accuracy, % at', '0', '0.25 eps', '1 eps', '4 eps']
   for i, name in enumerate(SIX):
     stands = curve.fell.reshape(3, 6, 20)[:, i, 2:] == -1
     cells = ['90.0', *(f'{100 * s.sum() / 20:.1f}' for s in stands)]
     assert lines[name] == dict(zip(header, [name, *cells], strict=True))
   page = (folder / 'report.html').read_text()
   ticks = re.findall(r'<text class="x"[^>]*>(.*?)</text>', page)
-  assert ticks == header[2:]
+  assert ticks == ['0.25', '1', '4']
 
 
 def test_odd_radii_are_named_too(tmp_path):
@@ -278,7 +278,7 @@ def test_odd_radii_are_named_too(tmp_path):
     (tmp_path / 'report.md').read_text(), 'Accuracy over the radius'
   )
   assert list(tables_of(text)[0]['dct_l1'])[2:] == [
-    *('3/10 eps', '1/3 eps', '3/2 eps', '3.14159 eps')
+    *('0.3 eps', '0.3333 eps', '1.5 eps', '3.142 eps')
   ]
 
 
@@ -433,7 +433,7 @@ def test_both_sides_of_the_game_are_shown(reported_run):
     ]
   text = words_of(section(markdown, 'Training'))
   assert 'The regret is 3.000' in text
-  assert '2.250 and 1.250, times 3 outer steps' in text
+  assert '2.250 and 1.250, times 3 outer steps with' in text
 
 
 def test_a_method_without_a_mixture_has_no_game(tmp_path):

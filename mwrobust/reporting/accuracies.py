@@ -47,11 +47,8 @@ def accuracy_parts(
 ) -> list[Part]:
   """Returns a table for each protocol, and the same beside the paper's.
 
-  Args:
-    merged: the runs.
-    columns: the methods and networks to show; by default all.
-    rows: the rows of the tables; by default union, min, each threat and
-      natural.
+  By default with all methods and networks as columns; the rows are union, min,
+  each threat and natural.
   """
   first = merged[0].primary.first
   rows = rows or ('union', 'min', *first.threats, 'natural')

@@ -6,17 +6,11 @@ They have real text at any width, as they are laid out in percent.
 import html
 import itertools
 import math
+import re
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from mwrobust.reporting.page import (
-  Number,
-  breakable,
-  cell_text,
-  colour,
-  is_known,
-  tidy,
-)
+from mwrobust.reporting.page import Number, breakable, colour, is_known
 
 
 def line_chart(
@@ -33,9 +27,6 @@ def line_chart(
     x_label: the label of the x axis.
     y_label: the label of the y axis, which includes 0.
     x_names: the text of each tick of the x axis, if given.
-
-  Returns:
-    HTML.
   """
   runs = {
     name: [
@@ -48,7 +39,7 @@ def line_chart(
   points = [p for line in runs.values() for run in line for p in run]
   left, right = _span([x for x, _ in points])
   whole = all(x == int(x) for x, _ in points)
-  x_ticks = x_names or dict(_labels(_ticks(left, right, 6, whole)))
+  x_ticks = x_names or {x: _label(x) for x in _ticks(left, right, 6, whole)}
   x_ticks = {x: text for x, text in x_ticks.items() if left <= x <= right}
   y_ticks = _ticks(*_span([y for _, y in points] + [0]), 5)
   bottom, top = y_ticks[0], y_ticks[-1]
@@ -70,11 +61,11 @@ def line_chart(
     marks += '</svg>\n'
     for x, y in itertools.chain(*line):
       across, down = place(x, y)
-      at = x_names[x] if x_names else cell_text(x)
+      at = x_names[x] if x_names else _label(x, 4)
       where = html.escape(f'{x_label} {at}')
       marks += (
         f'<circle cx="{across:.2f}%" cy="{down:.2f}%" r="{radius}">'
-        f'<title>{title}\n{where}: {cell_text(y)}</title></circle>\n'
+        f'<title>{title}\n{where}: {_label(y, 4)}</title></circle>\n'
       )
     marks += '</g>\n'
   if not points:
@@ -82,7 +73,7 @@ def line_chart(
   return _chart(
     marks,
     [(place(x, 0)[0], text) for x, text in x_ticks.items()],
-    [(place(0, y)[1], text) for y, text in _labels(y_ticks)],
+    [(place(0, y)[1], _label(y)) for y in y_ticks],
     x_label,
     y_label,
     dict.fromkeys(series, _LINE_KEY),
@@ -94,13 +85,8 @@ def stacked_shares(
 ) -> str:
   """Returns a bar per column, split into shares; those of `dct_` are hatched.
 
-  Args:
-    columns: a name and the shares, or counts: only their proportions matter. A
-      column without any stays empty.
-    x_label: the label of the columns.
-
-  Returns:
-    HTML.
+  A column is a name and its shares, or counts: only their proportions matter. A
+  column without any stays empty.
   """
   slot = 100 / max(1, len(columns))
   # Many bars overlap a little, which hides the seams between them.
@@ -246,18 +232,10 @@ def _ticks(
   return [i * step for i in range(first, last + 1)]
 
 
-def _labels(ticks: Sequence[float]) -> list[tuple[float, str]]:
-  """Returns the ticks with their text: just enough digits to differ."""
-  step = ticks[1] - ticks[0] if len(ticks) > 1 else abs(ticks[0]) or 1
-  digits = -math.floor(math.log10(step) + 1e-6)
-
-  def label(tick):
-    if digits <= 4 and max(map(abs, ticks)) < 1e6:
-      return f'{tick:,.{max(digits, 0)}f}'
-    more = math.floor(math.log10(abs(tick)) + 1e-6) + digits if tick else 0
-    return f'{tick:.{max(more, 0)}e}' if tick else '0'
-
-  return [(tick, tidy(label(tick))) for tick in ticks]
+def _label(number: float, digits: int = 6) -> str:
+  """Returns a number with a true minus sign, 1e-07 as 1e-7."""
+  text = re.sub(r'e\+?(-?)0*', r'e\1', f'{number:,.{digits}g}')
+  return text.replace('-', '\N{MINUS SIGN}')
 
 
 def _kind(name: str) -> str:

@@ -3,7 +3,7 @@
 import functools
 import re
 import textwrap
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from etils import epath
@@ -41,16 +41,13 @@ def picture(html: str, heading: str = '') -> Part:
 
 
 def table(
-  header: Sequence[str],
-  rows: Sequence[Sequence[str]],
-  caption: str = '',
-  marks: Mapping[tuple[int, int], str] | None = None,
+  header: Sequence[str], rows: Sequence[Sequence[str]], caption: str = ''
 ) -> Part:
   """Returns a table, as `page.table` takes it."""
   as_text = markdown_table(header, rows)
   if caption:
     as_text = f'{_wrapped(caption)}\n\n{as_text}'
-  return Part(page.table(header, rows, caption, marks), as_text)
+  return Part(page.table(header, rows, caption), as_text)
 
 
 def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -103,13 +100,13 @@ def to_markdown(sections: Sequence[Section]) -> str:
   return '\n\n'.join(lines) + '\n'
 
 
-def summary(paragraphs: Sequence[str], lines: int = 6, width: int = 80) -> str:
-  """Returns the paragraphs in at most `lines` lines; the longest are cut."""
-  wrapped = [textwrap.wrap(words, width) for words in paragraphs[:lines]]
-  while sum(map(len, wrapped)) > lines:
+def summary(paragraphs: Sequence[str]) -> str:
+  """Returns the paragraphs in at most six lines; the longest are cut."""
+  wrapped = [textwrap.wrap(words, 80) for words in paragraphs]
+  while sum(map(len, wrapped)) > 6:
     longest = max(wrapped, key=len)
     del longest[-1]
-    longest[-1] = longest[-1][: width - 4].rstrip() + ' ...'
+    longest[-1] = longest[-1][:76].rstrip() + ' ...'
   return '\n'.join(line for block in wrapped for line in block)
 
 

@@ -17,9 +17,9 @@ import base64
 import html
 import io
 import itertools
-import numbers
+import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from importlib import resources
 
 import numpy as np
@@ -48,20 +48,18 @@ _OTHERS = (
   ('#3a4270', '#a6e0e4'),
 )
 
-_GLYPHS = {'good': '✓', 'bad': '✗', 'note': '*'}  # Not everyone sees colours.
+_GLYPHS = {'good': '✓', 'bad': '✗'}  # Not everyone sees colours.
 
+_WIDEST = 112  # The most pixels of a picture; larger ones are shrunk.
 _SHORT = ' class="short"'  # Keeps short headings on one line.
-_DASH = '\N{EN DASH}'
 
 _CSS = resources.files(__package__).joinpath('page.css').read_text('utf-8')
 
 
 def page(title: str, sections: Sequence[tuple[str, str]]) -> str:
-  """Returns the whole document.
+  """Returns the whole document, to be written as UTF-8.
 
-  Args:
-    title: the title of the page.
-    sections: pairs of a heading (text) and what is below it (HTML).
+  A section is a heading (text) and what is below it (HTML).
 
   Returns:
     The page, to be written as UTF-8.
@@ -101,9 +99,7 @@ patternUnits="userSpaceOnUse" patternTransform="rotate(45)">\
 def paragraph(text: str, kind: str = '') -> str:
   """Returns a paragraph of plain text.
 
-  Args:
-    text: the text of the paragraph.
-    kind: '', or 'lead' for large print, 'shown' for small print.
+  Its kind may be 'lead' for large print, or 'shown' for small print.
   """
   start = f'<p class="{kind}">' if kind else '<p>'
   return f'{start}{html.escape(text)}</p>\n'
@@ -122,36 +118,21 @@ def callout(kind: str, text: str, *more: str) -> str:
 
 
 def table(
-  header: Sequence[str],
-  rows: Sequence[Sequence[object]],
-  caption: str = '',
-  marks: Mapping[tuple[int, int], str] | None = None,
+  header: Sequence[str], rows: Sequence[Sequence[str]], caption: str = ''
 ) -> str:
   r"""Returns a table of names (the first column) and numbers (the others).
 
-  Args:
-    header: the names of the columns.
-    rows: their cells: text, or numbers, which get four digits and commas; None
-      and NaN become a dash. What follows a '\n' is a line in small print.
-    caption: the text above the table.
-    marks: 'good', 'bad' or 'note' by (row, column), both counted from 0.
-
-  Returns:
-    HTML.
+  What follows a '\n' in a cell is a line in small print.
   """
-  marks = marks or {}
 
-  def cell(i, j, value):
-    text = cell_text(value)
+  def cell(j, text):
     first, *others = map(breakable, text.split('\n'))
-    kind = marks.get((i, j), '')
-    first = f'{_GLYPHS[kind]}\N{NO-BREAK SPACE}{first}' if kind else first
-    kind += ' long' if max(map(len, text.split('\n'))) > 28 else ''
     first += ''.join(f'<small>{other}</small>' for other in others)
+    long = ' class="long"' * (max(map(len, text.split('\n'))) > 28)
     start, end = ('td', 'td') if j else ('th scope="row"', 'th')
-    return f'<{start} class="{kind.strip()}">{first}</{end}>'
+    return f'<{start}{long}>{first}</{end}>'
 
-  body = [[cell(i, j, v) for j, v in enumerate(r)] for i, r in enumerate(rows)]
+  body = [[cell(j, text) for j, text in enumerate(row)] for row in rows]
   return _table('data', header, body, caption)
 
 
@@ -159,7 +140,6 @@ def heat_map(
   row_names: Sequence[str],
   column_names: Sequence[str],
   values: Sequence[Sequence[Number]],
-  fmt: str = '{:.0f}',
   caption: str = '',
 ) -> str:
   """Returns a table whose larger values have a stronger tint."""
@@ -168,10 +148,10 @@ def heat_map(
 
   def cell(value):
     if not is_known(value):
-      return f'<td>{_DASH}</td>'
+      return '<td>\N{EN DASH}</td>'
     # Up to 0.7, where text still has a contrast of 4.5 to the tint.
     tint = 0.04 + 0.66 * ((value - low) / (high - low) if high > low else 0)
-    return f'<td style="--a:{tint:.2f}">{html.escape(fmt.format(value))}</td>'
+    return f'<td style="--a:{tint:.2f}">{value:.0f}</td>'
 
   body = [
     [f'<th scope="row">{breakable(name)}</th>', *map(cell, row)]
@@ -180,21 +160,17 @@ def heat_map(
   return _table('heat', ['', *column_names], body, caption)
 
 
-def picture(array: np.ndarray, alt: str = '') -> str:
+def picture(array: np.ndarray) -> str:
   """Returns an image, uint8 [H, W, C] with 1 or 3 channels, pixels sharp."""
-  if array.dtype != np.uint8 or array.ndim != 3 or array.shape[2] not in (1, 3):
-    raise ValueError(
-      f'{array.dtype} {list(array.shape)} is not a picture, which is uint8 '
-      '[H, W, C] with 1 or 3 channels.'
-    )
-  height, width, channels = array.shape
+  image = Image.fromarray(array[..., 0] if array.shape[2] == 1 else array)
+  image = image.reduce(math.ceil(image.width / _WIDEST))
   file = io.BytesIO()
-  Image.fromarray(array[..., 0] if channels == 1 else array).save(file, 'png')
+  image.save(file, 'png')
   data = base64.b64encode(file.getvalue()).decode()
-  zoom = max(1, 96 // width)  # An integer: all pixels get the same size.
+  zoom = max(1, 96 // image.width)  # An integer: all pixels get the same size.
   return (
-    f'<img class="picture" alt="{html.escape(alt)}" width="{zoom * width}" '
-    f'height="{zoom * height}" src="data:image/png;base64,{data}">'
+    f'<img class="picture" alt="" width="{zoom * image.width}" '
+    f'height="{zoom * image.height}" src="data:image/png;base64,{data}">'
   )
 
 
@@ -204,12 +180,7 @@ def picture_grid(
 ) -> str:
   """Returns pictures in rows and columns.
 
-  Args:
-    column_names: the names of the columns of pictures.
-    rows: a name and its cells, each a picture (HTML) and a caption (text).
-
-  Returns:
-    HTML.
+  A row is a name and its cells, each a picture (HTML) and a caption (text).
   """
   body = [
     [
@@ -276,24 +247,6 @@ def _colours_of(body: str) -> str:
 def is_known(value: Number) -> bool:
   """Returns whether the value is a number that can be drawn; NaN is not."""
   return value is not None and abs(float(value)) < 1e300
-
-
-def cell_text(value: object) -> str:
-  """Returns a value as text that reads well."""
-  if value is None or value != value:
-    return _DASH
-  if isinstance(value, bool) or not isinstance(value, numbers.Real):
-    return str(value)
-  if isinstance(value, numbers.Integral):
-    return tidy(f'{value:,}')
-  plain = 1e3 <= abs(float(value)) < 1e9
-  return tidy(f'{value:,.0f}' if plain else f'{value:.4g}')
-
-
-def tidy(number: str) -> str:
-  """Returns 1.0e-07 as 1e-7, with a true minus sign."""
-  number = re.sub(r'(\.0+)?e\+?(-?)0*', r'e\2', number)
-  return number.replace('-', '\N{MINUS SIGN}')
 
 
 def breakable(text: str) -> str:

@@ -24,15 +24,11 @@ METHODS_DIFFER = (
 
 
 class Group(NamedTuple):
-  """Evaluations of the same images and threats.
+  """Evaluations of the same images and threats."""
 
-  Attributes:
-    evaluations: the outcomes by network and protocol, 'standard' first.
-    curves: the outcomes at several radii, by network.
-  """
-
+  # The outcomes by network and protocol, 'standard' first.
   evaluations: dict[str, dict[str, Outcomes]]
-  curves: dict[str, Outcomes]
+  curves: dict[str, Outcomes]  # The outcomes at several radii, by network.
 
   @property
   def first(self) -> Outcomes:
@@ -46,23 +42,14 @@ class Group(NamedTuple):
 
 
 class Run(NamedTuple):
-  """A training run.
+  """A training run."""
 
-  Attributes:
-    workdir: the folder of the run.
-    config: the config of the run.
-    trained: the rows of metrics of its log intervals.
-    outer: the rows of metrics of its outer steps.
-    primary: the evaluations under its own threats, on the most images.
-    others: further groups of evaluations.
-  """
-
-  workdir: epath.Path
-  config: ml_collections.ConfigDict
-  trained: list[dict[str, Any]]
-  outer: list[dict[str, Any]]
-  primary: Group
-  others: list[Group]
+  workdir: epath.Path  # The folder of the run.
+  config: ml_collections.ConfigDict  # The config of the run.
+  trained: list[dict[str, Any]]  # The rows of metrics of its log intervals.
+  outer: list[dict[str, Any]]  # The rows of metrics of its outer steps.
+  primary: Group  # The evaluations under its own threats, on the most images.
+  others: list[Group]  # Further groups of evaluations.
 
   @property
   def evaluations(self) -> dict[str, dict[str, Outcomes]]:

@@ -1,6 +1,5 @@
 """The parts of a report that show the outcomes of an evaluation."""
 
-import fractions
 import math
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -25,19 +24,14 @@ _NUMBERS = (
 )
 # Checks that are not about gradient masking.
 _OTHER_CHECKS = ('attacked images', 'inside the ball', 'protocol')
-_WIDEST = 112  # The most pixels of a picture; larger ones are shrunk.
 
 
 class Evaluated(NamedTuple):
-  """The evaluations of one network under the same threats.
+  """The evaluations of one network under the same threats."""
 
-  Attributes:
-    protocols: its outcomes, one for each protocol; the first is the main one.
-    curve: its outcomes at several radii, or None.
-  """
-
+  # Its outcomes, one for each protocol; the first is the main one.
   protocols: Sequence[Outcomes]
-  curve: Outcomes | None = None
+  curve: Outcomes | None = None  # Its outcomes at several radii, or None.
 
   @property
   def main(self) -> Outcomes:
@@ -293,12 +287,7 @@ def picture_parts(outcomes: Outcomes) -> list[Part]:
 
 
 def _picture(image: np.ndarray) -> str:
-  height, width, channels = image.shape
-  step = math.ceil(width / _WIDEST)
-  image = image[: height // step * step, : width // step * step]
-  image = image.reshape(height // step, step, width // step, step, channels)
-  image = image.mean(axis=(1, 3))
-  if channels not in (1, 3):
+  if image.shape[2] not in (1, 3):
     image = image.mean(axis=2, keepdims=True)
   return page.picture(np.round(255 * np.clip(image, 0, 1)).astype(np.uint8))
 
@@ -339,7 +328,7 @@ def overlap_parts(outcomes: Outcomes) -> list[Part]:
     )
   ]
   if len(names) > 1:
-    heat_map = page.heat_map(names, names, shares, caption=caption)
+    heat_map = page.heat_map(names, names, shares, caption)
     as_table = table(['', *names], as_text, caption)
     parts.append(Part(heat_map, as_table.markdown))
   return parts
@@ -349,15 +338,19 @@ def curve_parts(curve: Outcomes) -> list[Part]:
   """Returns the accuracy at growing radii, which should fall to 0."""
   lines = curve.curve()
   radii = curve.settings['radii']
-  names = {math.log2(radius): _multiple(radius) for radius in radii}
+  names = {math.log2(radius): f'{radius:.4g}' for radius in radii}
   series = {
     name: [(math.log2(radius), y) for radius, y in line if radius]
     for name, line in lines.items()
   }
   return [
-    picture(charts.line_chart(series, 'radius', 'accuracy, %', names)),
+    picture(
+      charts.line_chart(
+        series, 'radius in multiples of eps', 'accuracy, %', names
+      )
+    ),
     table(
-      ['accuracy, % at', '0', *names.values()],
+      ['accuracy, % at', '0', *(f'{name} eps' for name in names.values())],
       [
         [name, *(f'{accuracy:.1f}' for _, accuracy in line)]
         for name, line in lines.items()
@@ -366,14 +359,6 @@ def curve_parts(curve: Outcomes) -> list[Part]:
       'ball every image can be turned into any other.',
     ),
   ]
-
-
-def _multiple(radius: float) -> str:
-  """Returns `'1/4 eps'`, `'eps'`, `'2 eps'`, ..."""
-  exact = fractions.Fraction(radius).limit_denominator(64)
-  if abs(float(exact) - radius) > 1e-6 * radius:
-    return f'{radius:g} eps'
-  return 'eps' if exact == 1 else f'{exact} eps'
 
 
 def cost_table(evaluated: Evaluated) -> Part:

@@ -7,7 +7,7 @@ from mwrobust.reporting.accuracies import method_title
 from mwrobust.reporting.document import Part, picture, table, text
 from mwrobust.reporting.runs import Run
 from mwrobust.runtime.progress import format_duration
-from mwrobust.training.game import FOOLED, attack_is_fooled
+from mwrobust.training.game import FOOLED, attack_is_fooled, of_last
 
 
 def seeds_part(merged: Sequence[Run]) -> Part:
@@ -94,7 +94,7 @@ def _last_step_parts(run: Run, names: Sequence[str]) -> list[Part]:
     words = (
       f'The regret is {game["regret"]:.3f}: the gap between the sides of the '
       f'game, {game["mean_worst"]:.3f} and {game["mean_mixture"]:.3f}, times '
-      f'{last["outer_step"]} outer steps. '
+      f'{len(of_last(run.outer))} outer steps with the final radii. '
     )
   fooled = [
     name for name in names if attack_is_fooled(probed[name], possible[name])

@@ -63,11 +63,7 @@ def write_run(
 ) -> None:
   """Writes report.html and report.md on one training run.
 
-  Args:
-    run: the run.
-    folder: the folder for the files.
-    say: prints a summary of at most six lines, then the paths.
-    threats: the threats of the summary, if not those of training.
+  The summary is on the given threats, by default on those of training.
   """
   network = run.output or next(iter(run.evaluations))
   evaluated = run.primary.evaluated(network)
@@ -99,11 +95,7 @@ def write_runs(
 ) -> None:
   """Writes report.html and report.md on several runs.
 
-  Args:
-    merged: runs of one preset, data set and network; see
-      `runs.check_mergeable`.
-    folder: the folder for the files.
-    say: prints a summary of at most six lines, then the paths.
+  They share preset, data set and network; see `runs.check_mergeable`.
   """
   if len(merged) == 1:
     write_run(merged[0], folder, say)
