@@ -69,7 +69,7 @@ class NumberParser(flags.ArgumentParser):
       raise ValueError('It must be a number, such as 0.3 or 8/255.') from error
 
 
-class IntegerParser(flags.ArgumentParser):
+class IntegerParser(NumberParser):
   """Reads an integer such as `10`, `9_000_000` or `5e6`.
 
   >>> [IntegerParser().parse(text) for text in ('10', '9_000_000', '5e6')]
@@ -80,13 +80,9 @@ class IntegerParser(flags.ArgumentParser):
 
   def parse(self, argument: str | int) -> int:
     """Returns the integer, or raises a ValueError."""
-    message = 'It must be an integer, such as 10 or 5e6.'
-    try:
-      number = fractions.Fraction(argument)
-    except (ValueError, ArithmeticError) as error:
-      raise ValueError(message) from error
-    if number.denominator != 1:
-      raise ValueError(message)
+    number = super().parse(argument)
+    if number != int(number):
+      raise ValueError('It must be an integer, such as 10 or 5e6.')
     return int(number)
 
 

@@ -20,7 +20,7 @@ from absl import flags
 from mwrobust import attacks, command_line, evaluation, reporting
 from mwrobust.attacks import spaces
 from mwrobust.errors import UserError, check_choice
-from mwrobust.importing import import_module_of
+from mwrobust.importing import import_object
 from mwrobust.runtime import devices
 from mwrobust.runtime.archives import read_npz
 from mwrobust.runtime.signals import stop_signals
@@ -152,23 +152,18 @@ def load_network(text: str) -> tuple[Any, Any]:
 
   The module may be in the current folder.
   """
-  module, name = import_module_of(
-    text, f'--network={text}', 'my_package.nets:logits_fn'
+
+  def is_pair(found: Any) -> bool:
+    return isinstance(found, tuple) and len(found) == 2 and callable(found[0])
+
+  network = import_object(
+    text,
+    f'--network={text}',
+    'my_package.nets:logits_fn',
+    'a function of images, or a pair of a function and its parameters',
+    lambda found: callable(found) or is_pair(found),
   )
-  if not hasattr(module, name):
-    raise UserError(
-      f'--network={text}: {module.__name__} has no {name}. It has: '
-      f'{", ".join(n for n in vars(module) if not n.startswith("_"))}.'
-    )
-  network, params = getattr(module, name), None
-  if isinstance(network, tuple) and len(network) == 2:
-    network, params = network
-  if not callable(network):
-    raise UserError(
-      f'--network={text} is a {type(network).__name__}: it must be a function '
-      'of images, or a pair of a function and its parameters.'
-    )
-  return network, params
+  return network if is_pair(network) else (network, None)
 
 
 if __name__ == '__main__':

@@ -27,13 +27,7 @@ def export(
   workdir: str,
   say: Callable[[str], None] = print,
 ) -> None:
-  """Writes the network that the run's algorithm returns, and its model card.
-
-  Args:
-    config: the config of the run.
-    workdir: the folder of the run.
-    say: prints the paths of the files.
-  """
+  """Writes the network that the run's algorithm returns, and its model card."""
   config_lib.validate(config)
   refuse_another_run(epath.Path(workdir), config)
   if config.algorithm == 'ensemble':

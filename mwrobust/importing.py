@@ -1,25 +1,25 @@
-"""Imports the user's own modules, given as `module:name`."""
+"""Imports the user's own objects, given as `module:name`."""
 
 import importlib
 import os
 import sys
-from types import ModuleType
+from collections.abc import Callable
+from typing import Any
 
 from mwrobust.errors import UserError
 
 
-def import_module_of(
-  text: str, field: str, example: str
-) -> tuple[ModuleType, str]:
-  """Imports the module of `module:name`, also from the current folder.
+def import_object(
+  text: str, field: str, example: str, kind: str, fits: Callable[[Any], bool]
+) -> Any:
+  """Imports `module:name`, also from the current folder.
 
   Args:
     text: the text that the user gave.
     field: its name in error messages, such as `'--network=nets:f'`.
     example: an example of an allowed text.
-
-  Returns:
-    The module and the name.
+    kind: what the object must be, such as `'a function'`.
+    fits: returns whether an object is of that kind.
   """
   module_name, _, name = text.partition(':')
   if not (module_name and name) or module_name.startswith('.'):
@@ -27,7 +27,7 @@ def import_module_of(
   folder = os.getcwd()
   sys.path.insert(0, folder)
   try:
-    return importlib.import_module(module_name), name
+    module = importlib.import_module(module_name)
   except Exception as error:  # A module can raise anything.
     raise UserError(
       f'{field}: the module {module_name} cannot be imported '
@@ -35,3 +35,11 @@ def import_module_of(
     ) from error
   finally:
     sys.path.remove(folder)
+  found = getattr(module, name, None)
+  if fits(found):
+    return found
+  wrong = f'{module_name} has no {name}'
+  if hasattr(module, name):
+    wrong = f'{name} is {found!r}, not {kind}'
+  others = [n for n, x in vars(module).items() if n[0] != '_' and fits(x)]
+  raise UserError(f'{field}: {wrong}. It has: {", ".join(others) or "none"}.')

@@ -72,7 +72,7 @@ def load(
   except safetensors.SafetensorError as error:
     raise _damaged(of_tensors, error) from error
   params = traverse_util.unflatten_dict(tensors, sep='/')
-  return functools.partial(_logits, module), params, card
+  return functools.partial(module.apply, train=False), params, card
 
 
 def _damaged(path: epath.Path, error: Exception) -> UserError:
@@ -82,18 +82,12 @@ def _damaged(path: epath.Path, error: Exception) -> UserError:
   )
 
 
-def _logits(module: Any, params: Variables, images: jax.Array) -> jax.Array:
-  return module.apply(params, images, train=False)
-
-
 def save(
   path: str | os.PathLike, params: Variables, card: Mapping[str, Any]
 ) -> tuple[epath.Path, epath.Path]:
   """Writes a network and its model card, and returns their paths."""
-  tensors = {
-    jax.tree_util.keystr(path, simple=True, separator='/'): np.asarray(leaf)
-    for path, leaf in jax.tree_util.tree_leaves_with_path(params)
-  }
+  params = jax.tree.map(np.asarray, params)
+  tensors = traverse_util.flatten_dict(params, sep='/')
   of_tensors, of_card = paths = _paths(path)
   files.write_bytes(of_tensors, safetensors.numpy.save(tensors))
   files.write_json(of_card, card)

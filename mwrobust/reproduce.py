@@ -95,10 +95,7 @@ def seeds_by_method(
 ) -> dict[str, list[int]]:
   """Returns the seeds of each method.
 
-  Args:
-    table: the table, with its methods.
-    words: the seeds, as given on the command line.
-    several: the methods that get all seeds; by default all that use several.
+  Only the `several` methods get all seeds, by default all that use several.
   """
   if not words or not all(word.isdecimal() for word in words):
     raise UserError(f'--seeds={",".join(words)} must be numbers: 0,1,2.')

@@ -39,17 +39,12 @@ from mwrobust.reproduction.planning import PlannedRun, make_config
 
 
 class Candidate(NamedTuple):
-  """Settings to try.
+  """Settings to try."""
 
-  Attributes:
-    settings: the fields of the config.
-    run: the run with these settings.
-    accuracies: the accuracies of its output in %, None until they are known;
-      empty if the training diverged.
-  """
-
-  settings: dict[str, float]
-  run: PlannedRun
+  settings: dict[str, float]  # The fields of the config.
+  run: PlannedRun  # The run with these settings.
+  # The accuracies of its output in %, None until they are known; empty if the
+  # training diverged.
   accuracies: dict[str, float] | None = None
 
 
@@ -76,10 +71,7 @@ def on_validation_images(
 ) -> ml_collections.ConfigDict:
   """Returns the config with evaluations on validation images.
 
-  Args:
-    config: the config that all candidates share.
-    protocol: the protocol of the evaluations.
-    given: fields that keep their values.
+  The fields that are `given` on the command line keep their values.
   """
   if not config.train.budget:
     raise UserError(
@@ -139,22 +131,15 @@ def parse_radii(words: Sequence[str]) -> dict[str, list[float]]:
   >>> parse_radii(['dct_l1=2,5/2'])
   {'dct_l1': [2.0, 2.5]}
   """
-  return {
-    threat: [_radius(threat, value) for value in values]
-    for threat, values in (
-      (word.partition('=')[0], word.partition('=')[2].split(','))
-      for word in words
-    )
-  }
-
-
-def _radius(threat: str, text: str) -> float:
-  try:
-    return command_line.NumberParser().parse(text)
-  except ValueError as error:
-    raise UserError(
-      f'--radii={threat}={text} is not allowed: {error}'
-    ) from error
+  found = {}
+  for word in words:
+    threat, _, values = word.partition('=')
+    try:
+      parse = command_line.NumberParser().parse
+      found[threat] = [parse(value) for value in values.split(',')]
+    except ValueError as error:
+      raise UserError(f'--radii={word} is not allowed: {error}') from error
+  return found
 
 
 # ------------------------------------------------------------------ the tables
@@ -169,12 +154,10 @@ def best_settings(
     rows = ('union', 'min', 'natural')
     return tuple(candidate.accuracies.get(row, -1) for row in rows)
 
-  by_method = {}
-  for candidate in candidates:
-    by_method.setdefault(candidate.run.method, []).append(candidate)
-  return {
-    method: max(tried, key=rank).settings for method, tried in by_method.items()
-  }
+  best = {}
+  for candidate in sorted(candidates, key=rank, reverse=True):
+    best.setdefault(candidate.run.method, candidate.settings)
+  return best
 
 
 def method_parts(candidates: Sequence[Candidate]) -> list[document.Part]:

@@ -134,6 +134,7 @@ def make_run(workdir, evaluations=(), outer_steps=3, **fields):
         'step': 10 * t,
         'outer_step': t,
         'natural_accuracy': 0.5 + t / 10,
+        'radius_scale': 1.0,
         'weight': {name: 1 / 6 + i * t / 100 for i, name in enumerate(SIX)},
         'validation_loss': {name: 2 / t + i for i, name in enumerate(SIX)},
         'validation_accuracy': {

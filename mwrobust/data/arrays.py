@@ -58,11 +58,9 @@ def make_split(images: Any, labels: Any, source: str) -> Split:
 def stack(
   named_images: Iterable[tuple[str, np.ndarray]], source: str
 ) -> np.ndarray:
-  """Returns images as one array [N, H, W, C], or refuses several sizes.
+  """Returns images [H, W, C] as one array, or refuses several sizes.
 
-  Args:
-    named_images: Names, for the error message, and images [H, W, C].
-    source: Where they come from, for the error message.
+  The names of the images and the source are for the error message.
   """
   images, first = [], ''
   for name, image in named_images:
@@ -79,10 +77,7 @@ def stack(
 def check(train: Split, test: Split, source: str) -> None:
   """Raises a UserError if a network cannot be trained or tested on these.
 
-  Args:
-    train: All training examples, including those for validation.
-    test: The test examples.
-    source: Where they come from, for error messages.
+  `train` includes the examples for validation.
   """
   if len(train.labels) < FEWEST_EXAMPLES:
     raise UserError(

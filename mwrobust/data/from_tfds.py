@@ -1,7 +1,6 @@
 """Loads image classification data sets of tensorflow-datasets."""
 
 import contextlib
-import difflib
 import pathlib
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -9,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from mwrobust.data.arrays import Split, make_split, stack
-from mwrobust.errors import UserError
+from mwrobust.errors import UserError, did_you_mean
 
 
 def load(
@@ -58,8 +57,7 @@ def _load(name: str, folder: str | None, source: str) -> tuple[Split, Split]:
     builder = tfds.builder(name, data_dir=folder)
   except tfds.core.DatasetNotFoundError as error:
     names = tfds.list_builders(with_community_datasets=False)
-    close = difflib.get_close_matches(name, names, n=1)
-    hint = f" Did you mean 'tfds:{close[0]}'?" if close else ''
+    hint = did_you_mean(f'tfds:{name}', [f'tfds:{other}' for other in names])
     raise UserError(
       f'{source}: tensorflow-datasets has no {name!r}.{hint} Its list is at '
       'https://www.tensorflow.org/datasets/catalog/overview.'
@@ -104,13 +102,7 @@ def _load(name: str, folder: str | None, source: str) -> tuple[Split, Split]:
 
 
 def _find_keys(info: Any, kinds: Any, source: str) -> tuple[str, str]:
-  """Returns the names of the image and of the label in each example.
-
-  Args:
-    info: The DatasetInfo.
-    kinds: The module of features, `tfds.features`.
-    source: What the user asked for, for error messages.
-  """
+  """Returns the names of the image and of the label in each example."""
   features = dict(sorted(info.features.items()))
   supervised = info.supervised_keys or (None, None)
 

@@ -33,10 +33,6 @@ def padded_batches(
 ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
   """Yields every example once, in batches of one shape.
 
-  Args:
-    examples: The number of examples.
-    batch_size: The length of each batch.
-
   Yields:
     Indices, int32 [batch_size], and a mask, bool [batch_size], which is False
     where the last batch is padded with a repeated example.

@@ -1,7 +1,6 @@
 """Loads the user's own data: an .npz file, or folders of image files."""
 
 import pathlib
-from collections.abc import Iterator
 
 import numpy as np
 
@@ -28,12 +27,7 @@ def locate(name: str, directory: str) -> pathlib.Path:
 
 
 def load(path: pathlib.Path, source: str) -> tuple[Split, Split]:
-  """Loads the training and the test examples of a file or folder.
-
-  Args:
-    path: An .npz file or a folder.
-    source: What the user asked for, for error messages.
-  """
+  """Loads the training and the test examples of an .npz file or a folder."""
   if path.is_dir():
     return _load_folder(path, source)
   if path.suffix != '.npz':
@@ -105,7 +99,11 @@ def _list_files(
   found = {}
   for path in sorted(folder.iterdir()):
     if path.is_dir() and not path.name.startswith('.'):
-      found[path.name] = [*_image_files(path)]
+      found[path.name] = sorted(
+        file
+        for file in path.iterdir()
+        if file.suffix.lower() in IMAGE_FILES and file.name[0] != '.'
+      )
       if not found[path.name]:
         raise UserError(
           f'{source} has no images in {folder.name}/{path.name}: put files '
@@ -117,13 +115,6 @@ def _list_files(
       f'images of each class into {folder.name}/CLASS/.'
     )
   return found
-
-
-def _image_files(folder: pathlib.Path) -> Iterator[pathlib.Path]:
-  for path in sorted(folder.iterdir()):
-    is_hidden = path.name.startswith('.')
-    if path.suffix.lower() in IMAGE_FILES and not is_hidden:
-      yield path
 
 
 def _read_image(path: pathlib.Path, source: str) -> tuple[np.ndarray, bool]:

@@ -41,11 +41,9 @@ ADDRESSES = {
 
 
 def load(name: str, directory: str) -> tuple[Split, Split]:
-  """Loads `mnist` or `cifar10` from a folder of the published files.
+  """Loads `mnist` or `cifar10` from the published files, in their order.
 
-  Args:
-    name: `mnist` or `cifar10`.
-    directory: The folder, or a parent of a folder of that name.
+  They are in the directory, or in a folder of that name in it.
 
   Returns:
     The training and the test examples, in the published order.

@@ -187,17 +187,13 @@ def check_threats(
 
 
 class Network(NamedTuple):
-  """A network as a function of arrays.
+  """A network as a function of arrays."""
 
-  Attributes:
-    apply: `apply(arrays, images) -> logits`.
-    arrays: the arrays of the parameters; () if there are none.
-    classes: the number of logits.
-  """
-
+  # `apply(arrays, images) -> logits`.
   apply: Callable[[Sequence[Array], Array], Array]
+  # The arrays of the parameters; () if there are none.
   arrays: tuple[Array, ...]
-  classes: int
+  classes: int  # The number of logits.
 
 
 def check_network(
@@ -270,10 +266,8 @@ def check_logits(
 ) -> None:
   """Refuses a network whose logits cannot be attacked.
 
-  Args:
-    logits: the logits of all images, [N, K].
-    first: those of some of them, [..., K].
-    again: the same from a second trace, in batches with other images.
+  `logits` are those of all images, [N, K]; `first` those of some of them, and
+  `again` the same from a second trace, in batches with other images.
   """
   bad = ~np.isfinite(logits).all(axis=1)
   require(

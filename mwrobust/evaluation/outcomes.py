@@ -166,10 +166,6 @@ class Outcomes:
     """Returns `correct` as it was after this attack of the protocol."""
     return self.correct | (self.natural & (self.fell > attack))
 
-  def correct_after_tries(self, tries: int) -> np.ndarray:
-    """Returns `correct` as it was after so many tries."""
-    return self.correct | (self.natural & (self.tried > tries))
-
   def accuracies(self) -> dict[str, float]:
     """Returns accuracies in %: by threat, their `min`, `union`, `natural`."""
     return self._accuracies(self.correct)

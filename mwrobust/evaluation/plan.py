@@ -11,43 +11,29 @@ from mwrobust.evaluation.protocols import Protocol
 
 
 class Row(NamedTuple):
-  """A row of the outcomes: a threat at a multiple of its radius.
+  """A row of the outcomes: a threat at a multiple of its radius."""
 
-  Attributes:
-    threat: the threat with its radius multiplied.
-    of: the name of the threat at its own radius.
-    solved: the threat at its own radius, in the space and with the clip with
-      which it is attacked.
-    scale: the factor of the radius.
-    attacked: whether this is the first of the `equal` rows.
-    within: the rows whose sets contain this one, including itself.
-    equal: the rows with the same set that are attacked in the same way,
-      including itself.
-  """
-
-  threat: Threat
-  of: str
+  threat: Threat  # The threat with its radius multiplied.
+  of: str  # The name of the threat at its own radius.
+  # The threat at its own radius, in the space and with the clip with which it
+  # is attacked.
   solved: Threat
-  scale: float
-  attacked: bool
+  scale: float  # The factor of the radius.
+  attacked: bool  # Whether this is the first of the `equal` rows.
+  # The rows whose sets contain this one, including itself.
   within: tuple[int, ...]
+  # The rows with the same set that are attacked in the same way, including
+  # itself.
   equal: tuple[int, ...]
 
 
 class Pass(NamedTuple):
-  """One try of one attack on all examples that survive under one threat.
+  """One try of one attack on all examples that survive under one threat."""
 
-  Attributes:
-    row: the row of the outcomes.
-    stage: the number of the attack in the protocol.
-    start: the number of the try, from 0.
-    number: the number of earlier passes over this row.
-  """
-
-  row: int
-  stage: int
-  start: int
-  number: int
+  row: int  # The row of the outcomes.
+  stage: int  # The number of the attack in the protocol.
+  start: int  # The number of the try, from 0.
+  number: int  # The number of earlier passes over this row.
 
 
 def make_rows(

@@ -31,14 +31,10 @@ _UNUSED = -1  # The index of an empty slot.
 
 
 class Batch(NamedTuple):
-  """Some examples that one device attacks at once.
+  """Some examples that one device attacks at once."""
 
-  Attributes:
-    of: the pass that the batch belongs to.
-    examples: the numbers of at most `Programs.size` examples, int32.
-  """
-
-  of: Pass
+  of: Pass  # The pass that the batch belongs to.
+  # The numbers of at most `Programs.size` examples, int32.
   examples: np.ndarray
 
 
@@ -80,14 +76,8 @@ class Programs:
   ):
     """Prepares the programs without compiling them.
 
-    Args:
-      network: the network to attack.
-      protocol: the attacks.
-      rows: the rows of the outcomes, with their threats.
-      examples: all examples.
-      batch_size: the most examples that all devices attack at once.
-      seed: the seed of everything random.
-      seconds: the time of a forward pass of one image on one device.
+    All devices together attack at most `batch_size` examples at once; a forward
+    pass of one image takes so many `seconds` on one device.
     """
     self._network, self._protocol, self._rows = network, protocol, rows
     self._examples = *examples, np.arange(len(examples.labels), dtype=np.int32)
@@ -124,9 +114,7 @@ class Programs:
   ) -> Iterator[list[tuple[Batch, Attacked]]]:
     """Attacks the batches of one round, several in each call.
 
-    Args:
-      batches: the batches of the round.
-      then: a pass to prepare while the devices are busy.
+    The pass `then` is prepared while the devices are busy.
 
     Yields:
       The batches of a call with their results.
@@ -188,9 +176,7 @@ class Programs:
 def batch_shape(most: int, count: int) -> tuple[int, int]:
   """Returns the number of examples in a batch, and of batches per device.
 
-  Args:
-    most: the most examples that all devices may attack at once.
-    count: the number of examples.
+  All devices together may attack at most `most` of `count` examples at once.
   """
   of_a_device = -(-min(most, count) // devices.mesh().size)
   if jax.default_backend() != 'cpu':
@@ -207,6 +193,8 @@ def _make_step(network: Network, pairs: Sequence[tuple[Threat, Attack]]):
   switch = attacks.make_switch(pairs, details=True)
   distances = [functools.partial(attacks.distance, t) for t, _ in pairs]
 
+  # Jitted, so that it is traced once for the shapes and the loop.
+  @functools.partial(jax.jit, inline=True)
   def attack(shared, batch) -> Attacked:
     arrays, key_data, start, scale = shared
     index, images, labels, ids = batch
@@ -257,15 +245,10 @@ def _in_loop(function: Callable[[Array], Array], argument: Array) -> Array:
 
 
 class Natural(NamedTuple):
-  """The network's logits without an attack.
+  """The network's logits without an attack."""
 
-  Attributes:
-    logits: the logits of all images, [N, K].
-    seconds: the time of one image on one device.
-  """
-
-  logits: np.ndarray
-  seconds: float
+  logits: np.ndarray  # The logits of all images, [N, K].
+  seconds: float  # The time of one image on one device.
 
 
 def natural(network: Network, examples: Examples, batch_size: int) -> Natural:

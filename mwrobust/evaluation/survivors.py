@@ -105,9 +105,11 @@ def evaluate(
       network, protocol, rows, examples, batch_size, seed, natural.seconds
     )
     last_save = time.monotonic()
-    shown = stack.enter_context(_Shown(outcomes, rounds, protocol, progress))
-    for done, share in _attack_survivors(outcomes, rows, rounds, compiled):
-      shown.update(done, share)
+    steps = _attack_survivors(outcomes, rows, rounds, compiled)
+    if progress:
+      steps = _shown(outcomes, rounds, protocol, steps)
+      stack.enter_context(contextlib.closing(steps))
+    for _ in steps:
       on_batch(outcomes)
       if path and time.monotonic() - last_save > SECONDS_BETWEEN_SAVES:
         outcomes.save(path)
@@ -136,6 +138,10 @@ def _settings(
       'evaluations': evaluations(attack),
     }
 
+  def attacked_clip(row):  # If it is 'end', and that of the threat is not.
+    used = row.solved.clip
+    return {'attacked_clip': used} if used == 'end' != row.threat.clip else {}
+
   digest = hashlib.sha256()
   for array in examples:
     digest.update(np.ascontiguousarray(array))
@@ -145,7 +151,7 @@ def _settings(
     'threats': [
       {
         **row.threat.to_dict(),
-        **_attacked_clip(row),
+        **attacked_clip(row),
         'of': row.of,
         'attacks': {
           name: attack_fields(attack)
@@ -162,12 +168,6 @@ def _settings(
     },
   }
   return json.loads(json.dumps(settings))
-
-
-def _attacked_clip(row: Row) -> dict[str, str]:
-  """Returns the clip of the attacks if they use `'end'` and the threat not."""
-  used = row.solved.clip
-  return {'attacked_clip': used} if used == 'end' != row.threat.clip else {}
 
 
 # --------------------------------------------------------------------- resume
@@ -237,12 +237,6 @@ def _attack_survivors(
 ) -> Iterator[tuple[int, float]]:
   """Attacks the survivors round by round, from where it was interrupted.
 
-  Args:
-    outcomes: the outcomes, filled in after each call.
-    rows: the rows of the outcomes.
-    rounds: the rounds, in order.
-    compiled: the attacks.
-
   Yields:
     The number of complete rounds, and the share of the next one that is done.
   """
@@ -310,63 +304,45 @@ def _record(
       outcomes.stuck[i, examples] = before & attacked.stuck
 
 
-class _Shown(contextlib.AbstractContextManager):
-  """Shows the progress of an evaluation, and the accuracy after each attack.
+def _shown(
+  outcomes: Outcomes,
+  rounds: Sequence[tuple[Pass, ...]],
+  protocol: Protocol,
+  steps: Iterator[tuple[int, float]],
+) -> Iterator[None]:
+  """Takes the steps and shows the progress, and the accuracy of each attack.
 
   The time left assumes that every example survives to the end, so it is an
   upper bound.
   """
+  norms = [threat['norm'] for threat in outcomes.settings['threats']]
 
-  def __init__(
-    self,
-    outcomes: Outcomes,
-    rounds: Sequence[tuple[Pass, ...]],
-    protocol: Protocol,
-    progress: bool,
-  ):
-    self._outcomes, self._rounds = outcomes, rounds
-    norms = [threat['norm'] for threat in outcomes.settings['threats']]
+  def cost(a_pass: Pass) -> float:
+    name = protocol.attacks[a_pass.stage]
+    attack = protocol.stages[norms[a_pass.row]][name]
+    gradients, forwards = evaluations(attack)
+    return (3 * gradients + forwards) / attack.tries
 
-    def cost(a_pass: Pass) -> float:
-      name = protocol.attacks[a_pass.stage]
-      attack = protocol.stages[norms[a_pass.row]][name]
-      gradients, forwards = evaluations(attack)
-      return (3 * gradients + forwards) / attack.tries
-
-    costs = [sum(map(cost, a_round)) for a_round in rounds]
-    self._offsets = np.cumsum([0, *costs])
-    self._stage = None
-    self._note = ''
-    self._total = float(self._offsets[-1])
-    self._progress = progress and Progress(
-      self._total, log_every=self._total / 10
-    )
-
-  def update(self, done: int, share: float) -> None:
-    """Shows that so many rounds are done, and a share of the next."""
-    if not self._progress:
-      return
-    at, following = self._offsets[done : done + 2]
-    first, *others = self._rounds[done]
-    stage = first.stage
-    is_curve = len(self._outcomes.settings['radii']) > 1
-    if self._stage is not None and stage != self._stage and not is_curve:
-      accuracies = self._outcomes.accuracies()
-      self._progress.say(
-        f'after {self._outcomes.attacks[self._stage]}: worst threat '
-        f'{accuracies["min"]:.1f} %, union {accuracies["union"]:.1f} %'
-      )
-    self._stage = stage
-    name = self._outcomes.attacks[stage]
-    threats = self._outcomes.threats[first.row]
-    if others:
-      threats = f'{1 + len(others)} threats'
-    self._note = f'{name} under {threats}'
-    self._progress.update(float(at + share * (following - at)), self._note)
-
-  def __exit__(self, error: type[BaseException] | None, *_) -> None:
-    if self._progress:
-      # The last rounds are empty if every example has fallen.
-      if error is None and self._note:
-        self._progress.update(self._total, self._note)
-      self._progress.close()
+  ends = np.cumsum([0.0, *(sum(map(cost, a_round)) for a_round in rounds)])
+  total = float(ends[-1])
+  is_curve = len(outcomes.settings['radii']) > 1
+  before, note = None, ''
+  with Progress(total, log_every=total / 10) as progress:
+    for done, share in steps:
+      first, *others = rounds[done]
+      if before not in (None, first.stage) and not is_curve:
+        accuracies = outcomes.accuracies()
+        progress.say(
+          f'after {outcomes.attacks[before]}: worst threat '
+          f'{accuracies["min"]:.1f} %, union {accuracies["union"]:.1f} %'
+        )
+      before = first.stage
+      threats = outcomes.threats[first.row]
+      if others:
+        threats = f'{1 + len(others)} threats'
+      note = f'{outcomes.attacks[first.stage]} under {threats}'
+      at = ends[done] + share * (ends[done + 1] - ends[done])
+      progress.update(float(at), note)
+      yield
+    if note:  # The last rounds are empty if every example has fallen.
+      progress.update(total, note)

@@ -124,20 +124,25 @@ def _check_options(
 ) -> None:
   """Raises a UserError if an option does not exist, or one is missing."""
   reserved = {*given, 'parent', 'name'}
-  allowed = [
-    field.name
+  fields = {
+    field.name: field
     for field in dataclasses.fields(model_class)
     if field.init and field.name not in reserved
-  ]
+  }
   for option in options:
-    if not allowed:
+    if not fields:
       raise UserError(
         f'model.options has {option!r}, but {name} has no options: remove it.'
       )
     check_choice(
-      f'The option of model {name!r} in model.options', option, allowed
+      f'The option of model {name!r} in model.options', option, fields
     )
-  missing = own.missing_fields(model_class, {*options, *reserved})
+  missing = [
+    name
+    for name, field in fields.items()
+    if field.default is field.default_factory is dataclasses.MISSING
+    and name not in options
+  ]
   if missing:
     raise UserError(
       f'model.name={name} needs {", ".join(missing)}: set '

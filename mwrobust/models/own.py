@@ -1,6 +1,5 @@
 """Makes a model of any linen module, given as `module:Class`."""
 
-import dataclasses
 import inspect
 
 import flax.linen as nn
@@ -8,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from mwrobust.errors import UserError
-from mwrobust.importing import import_module_of
+from mwrobust.importing import import_object
 from mwrobust.models.normalise import normalise
 
 # The arguments that say whether a module is being trained, with their values in
@@ -61,33 +60,10 @@ class Normalised(nn.Module):
 
 def load_class(text: str) -> type[nn.Module]:
   """Imports the linen module `module:Class`, also from the current folder."""
-  field = f'model.name={text}'
-  module, name = import_module_of(text, field, 'my_nets:WideNet')
-  found = getattr(module, name, None)
-  if isinstance(found, type) and issubclass(found, nn.Module):
-    return found
-  classes = [
-    key
-    for key, value in vars(module).items()
-    if isinstance(value, type) and issubclass(value, nn.Module)
-  ]
-  wrong = (
-    f'{name} is not a subclass of flax.linen.Module'
-    if hasattr(module, name)
-    else f'{module.__name__} has no {name}'
+  return import_object(
+    text,
+    f'model.name={text}',
+    'my_nets:WideNet',
+    'a subclass of flax.linen.Module',
+    lambda found: isinstance(found, type) and issubclass(found, nn.Module),
   )
-  raise UserError(
-    f'{field}: {wrong}. Linen modules there: {", ".join(classes) or "none"}.'
-  )
-
-
-def missing_fields(model_class: type[nn.Module], given: set[str]) -> list[str]:
-  """Returns the fields without a default that are not given."""
-  return [
-    field.name
-    for field in dataclasses.fields(model_class)
-    if field.init
-    and field.default is dataclasses.MISSING
-    and field.default_factory is dataclasses.MISSING
-    and field.name not in given
-  ]

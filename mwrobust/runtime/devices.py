@@ -69,10 +69,7 @@ def use_all_cores(batch_size: int = 0) -> None:
   """Makes each core of a CPU a device, so that all cores share a batch.
 
   Call it before JAX is used. It does nothing if the number of devices has been
-  set, or in one of several processes.
-
-  Args:
-    batch_size: if given, the number of devices divides it.
+  set, or in one of several processes. The number divides the batch size.
   """
   chosen = (
     'xla_force_host_platform_device_count' in os.environ.get('XLA_FLAGS', '')
@@ -114,8 +111,7 @@ def is_distributed() -> bool:
 def stop_is_agreed(check: int) -> bool:
   """Returns whether a process got a SIGTERM and all are to stop here.
 
-  Args:
-    check: the number of the call; all processes make the same calls.
+  All processes make the same calls, which `check` numbers.
   """
   return multihost_utils.reached_preemption_sync_point(check)
 

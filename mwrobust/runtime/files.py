@@ -72,11 +72,7 @@ def plain(value: Any) -> Any:
 
 
 def write_bytes(path: str | os.PathLike, data: bytes) -> None:
-  """Writes a file atomically; of several processes, only the first does.
-
-  Args:
-    path: the file; its folder is created if it is missing.
-    data: the content.
+  """Writes a file atomically, with its folder; only the first process does.
 
   Raises:
     UserError: if the file cannot be written.
@@ -90,13 +86,7 @@ def write_bytes(path: str | os.PathLike, data: bytes) -> None:
 
 
 def write_json(path: str | os.PathLike, value: Any) -> None:
-  """Writes `value` as JSON, as `write_bytes` does.
-
-  Args:
-    path: the file.
-    value: dicts, lists, strings, numbers, and NumPy or JAX arrays. NaN and
-      infinity become null.
-  """
+  """Writes JSON as `write_bytes` does; NaN and infinity become null."""
   text = json.dumps(plain(value), indent=2, allow_nan=False) + '\n'
   write_bytes(path, text.encode())
 

@@ -24,11 +24,11 @@ from mwrobust.errors import UserError
 from mwrobust.runtime import devices, files
 
 
-def _open_log(path: epath.Path, mode: str) -> io.RawIOBase:
+def _open_log(path: epath.Path) -> io.RawIOBase:
   """Opens a file to append to, or to create, with its folder."""
   with files.explained(path):
     path.parent.mkdir(parents=True, exist_ok=True)
-    return (_LogInBucket if files.is_in_bucket(path) else _Log)(path, mode)
+    return _LogInBucket(path) if files.is_in_bucket(path) else _Log(path, 'a')
 
 
 class _LogInBucket(io.RawIOBase):
@@ -40,9 +40,9 @@ class _LogInBucket(io.RawIOBase):
 
   _SECONDS_BETWEEN_WRITES = 60.0
 
-  def __init__(self, path: epath.Path, mode: str):
+  def __init__(self, path: epath.Path):
     self._path = path
-    self._data = path.read_bytes() if mode == 'a' and path.exists() else b''
+    self._data = path.read_bytes() if path.exists() else b''
     self._written_at = -math.inf
     self._is_new = True
 
@@ -111,34 +111,25 @@ class Metrics:
     events = epath.Path(
       workdir, 'tensorboard', f'events.out.tfevents.{time.time_ns()}'
     )
-    if devices.is_first_process():
-      with files.explained(rows):
-        self.rows = _drop_rows(rows, last_step, outer_step)
-      self._rows = _open_log(rows, 'a')
-      self._events = RecordWriter(_open_log(events, 'x'))
-    else:
-      nowhere = epath.Path(os.devnull)
-      self.rows = []
-      self._rows = _open_log(nowhere, 'a')
-      self._events = RecordWriter(_open_log(nowhere, 'a'))
+    if not devices.is_first_process():
+      rows = events = epath.Path(os.devnull)
+    with files.explained(rows):
+      self.rows = _drop_rows(rows, last_step, outer_step)
+    self._rows = _open_log(rows)
+    self._events = RecordWriter(_open_log(events))
     self._event = Event
     self._write_event(file_version='brain.Event:2')
     # Tells TensorBoard to drop what it has read from this step on.
     self._write_event(step=last_step + 1, session_log={'status': 'START'})
 
   def write(self, kind: str, step: int, **values: Any) -> None:
-    """Writes one row; a later kill cannot lose it.
+    """Writes one row of numbers, arrays and dicts; a kill cannot lose it.
 
     In a bucket this holds for rows of kind 'outer', after which a checkpoint is
     saved, and for what came before them.
 
     In TensorBoard a dict is a group of its own, `validation_loss/dct_l1`, and
     any other number belongs to its kind, `train/loss`. Text stays in the JSONL.
-
-    Args:
-      kind: which sort of row: 'train' or 'outer'.
-      step: the training step, the x axis.
-      **values: numbers, arrays and dicts of them by name.
     """
     step = int(step)
     row = files.plain({'kind': kind, 'step': step, **values})

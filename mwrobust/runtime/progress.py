@@ -33,53 +33,10 @@ def format_duration(seconds: float) -> str:
   return f'{minutes}:{seconds:02}'
 
 
-def progress_line(
-  step: float,
-  total: float,
-  images_per_second: float | None,
-  seconds_left: float | None,
-  width: int | None,
-  note: str,
-  counted: bool = True,
-) -> str:
-  """Formats one line of progress.
-
-  >>> progress_line(1200, 9000, 842.3, 571.0, None, 'training')
-  'training  step 1200/9000  13%  842 images/s  9:31 left'
-  >>> progress_line(1200, 9000, 842.3, 571.0, 68, 'training')
-  'training  step 1200/9000  13%  842 images/s  9:31 left  [#---------]'
-
-  Args:
-    step: steps done.
-    total: steps in the whole run.
-    images_per_second: None if it is not known yet.
-    seconds_left: None if it is not known yet.
-    width: columns to fill with a bar and not to exceed; None for no bar.
-    note: what the run is doing.
-    counted: whether steps are something the reader can count.
-  """
-  parts = [note]
-  if counted:
-    parts.append(f'step {step:{len(str(total))}}/{total}')
-  # Rounded down: 100% means done.
-  parts.append(f'{math.floor(100 * step / total):2}%')
-  if images_per_second is not None:
-    digits = '.2g' if images_per_second < 10 else '.0f'
-    parts.append(f'{images_per_second:{digits}} images/s')
-  if seconds_left is not None:
-    parts.append(f'{format_duration(seconds_left)} left')
-  line = '  '.join(parts)
-  if width is None:
-    return line
-  room = width - len(line) - len('  []')
-  if room >= 10:
-    done = math.floor(room * step / total)
-    line += f'  [{"#" * done}{"-" * (room - done)}]'
-  return line[:width]
-
-
 class Progress:
   """Shows a live bar on a terminal, or plain lines in a log file.
+
+    training  step 1200/9000  13%  842 images/s  9:31 left  [#---------]
 
   The rate counts the steps of this process only, without the first, which
   compiles. Validation counts too, so the time left is the time the user waits.
@@ -174,7 +131,7 @@ class Progress:
       intervals = math.inf if step == self._total else step // self._log_every
       if intervals > self._logged:
         self._logged = intervals
-        self._show(self._line(None) + '\n')
+        self._show(self._line() + '\n')
 
   def say(self, text: str) -> None:
     """Prints `text` on lines of its own, above the bar."""
@@ -193,17 +150,25 @@ class Progress:
   def __exit__(self, *_) -> None:
     self.close()
 
-  def _line(self, width: int | None) -> str:
-    step, rate = self._last[0], self._steps_per_second
-    return progress_line(
-      step,
-      self._total,
-      self.images_per_second,
-      (self._total - step + self._after) / rate if rate else None,
-      width,
-      self._note,
-      counted=self._batch_size is not None,
-    )
+  def _line(self, width: int | None = None) -> str:
+    """Returns the line, with a bar that fills the width if that is given."""
+    step, total, rate = self._last[0], self._total, self._steps_per_second
+    line = self._note
+    if self._batch_size is not None:
+      line += f'  step {step:{len(str(total))}}/{total}'
+    line += f'  {math.floor(100 * step / total):2}%'  # 100% means done.
+    if images := self.images_per_second:
+      line += f'  {images:{".2g" if images < 10 else ".0f"}} images/s'
+    if rate:
+      left = (total - step + self._after) / rate
+      line += f'  {format_duration(left)} left'
+    if width is None:
+      return line
+    room = width - len(line) - len('  []')
+    if room >= 10:
+      done = math.floor(room * step / total)
+      line += f'  [{"#" * done}{"-" * (room - done)}]'
+    return line[:width]
 
   def _show(self, text: str) -> None:
     # A terminal that has gone away must not end a run that takes days.
