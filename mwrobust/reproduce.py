@@ -21,7 +21,7 @@ from etils import epath
 from mwrobust import command_line
 from mwrobust.errors import UserError, check_choice
 from mwrobust.reproduction import planning
-from mwrobust.reproduction.chosen import CHOSEN
+from mwrobust.reproduction.chosen import CHOSEN, Chosen
 from mwrobust.reproduction.tables import (
   TABLES,
   TablePlan,
@@ -72,13 +72,13 @@ def main(argv: list[str]) -> None:
   table = restrict(TABLES[given.table], given.methods)
   name = command_line.config_name()
   folder = epath.Path(given.workdir) / name
-  chosen = CHOSEN.get(name, {})
+  chosen = CHOSEN.get(name, Chosen('', {}))
   planned = plan(
     table,
     given.config,
     seeds_by_method(table, given.seeds, given.seeds_for),
     folder,
-    chosen=chosen,
+    chosen=chosen.settings,
     given=command_line.given_fields(),
   )
   say = functools.partial(print, flush=True)

@@ -30,6 +30,7 @@ from mwrobust import config, evaluation, reporting, reproduce
 from mwrobust.errors import UserError
 from mwrobust.reporting import paper
 from mwrobust.reproduction import planning, tables
+from mwrobust.reproduction.chosen import Chosen
 from mwrobust.runtime.signals import Stop
 from mwrobust.training import loop
 from mwrobust.training.setup import prepare
@@ -199,7 +200,8 @@ def test_a_comparison_is_one_table(tmp_path):
     for seed in numbers
   ]
   output = tmp_path / 'table' / 'maini'
-  chosen = {'msd': {'optimizer.learning_rate': 1e-3, 'train.ramp': 0.25}}
+  settings = {'optimizer.learning_rate': 1e-3, 'train.ramp': 0.25}
+  chosen = Chosen('by a search of ours', {'msd': settings})
   tables.write('maini', tables.TABLES['maini'], found, chosen, output, ignore)
   markdown = (tmp_path / 'table' / 'maini.md').read_text()
   (rows,) = tables_of(section(markdown, 'Accuracy'))
@@ -227,7 +229,7 @@ def test_a_comparison_is_one_table(tmp_path):
       assert cells['Mult. weights'].startswith(f'{mean:.1f} (± ')
       assert cells['MSD'].startswith(f'{msd[name]:.1f} (')
   setting = section(markdown, 'Setting')
-  assert 'validation images for MSD only' in setting
+  assert 'Only MSD: chosen by a search of ours.' in setting
   assert 'the same 9 epochs, not at equal cost' in ' '.join(setting.split())
   (given,) = tables_of(setting)
   assert given['MSD']['train.ramp'] == '0.25'

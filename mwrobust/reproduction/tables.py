@@ -13,7 +13,7 @@ from mwrobust.errors import UserError, check_choice
 from mwrobust.reporting import accuracies, document, paper, runs, training
 from mwrobust.reporting.sections import images
 from mwrobust.reporting.writing import check_parts
-from mwrobust.reproduction import chosen as chosen_lib
+from mwrobust.reproduction.chosen import OWN, Chosen
 from mwrobust.reproduction.planning import PlannedRun, make_config
 from mwrobust.runtime import files
 
@@ -114,7 +114,7 @@ def plan(
 ) -> list[PlannedRun]:
   """Plans the runs of a table, each in a folder of its own.
 
-  `seeds` and further fields (`chosen.CHOSEN`) are by method; the fields that
+  `seeds` and further fields (`Chosen.settings`) are by method; the fields that
   are `given` on the command line keep their values.
   """
   if table == TABLES['convexity'] and config_lib.window(config) == 1:
@@ -259,17 +259,19 @@ _SECTIONS = {
 
 
 def setting_parts(
-  found: Sequence[runs.Run], chosen: Mapping[str, Mapping[str, Any]]
+  found: Sequence[runs.Run], chosen: Chosen
 ) -> list[document.Part]:
-  """Returns the shared setting, and the settings of each method.
-
-  Those that a search chose are named.
-  """
+  """Returns the shared setting, and how those of each method were chosen."""
   parts = [
     document.text(config_lib.describe(found[0].config, shared=True)),
     training.seeds_part(found),
   ]
-  fields = {run.method: _tuned(run) for run in found}
+  flat = {run.method: config_lib.flatten(run.config) for run in found}
+  fields = {}  # By method: those that a search may set, or has set.
+  for method, config in flat.items():
+    own = *OWN.get(method, ()), *chosen.settings.get(method, ())
+    tuned = dict.fromkeys((*config_lib.TUNED_FIELDS, *own))
+    fields[method] = {name: config[name] for name in tuned}
   names = list(dict.fromkeys(name for own in fields.values() for name in own))
   rows = [
     [
@@ -278,22 +280,16 @@ def setting_parts(
     ]
     for method, own in fields.items()
   ]
-  searched = [m for m, own in fields.items() if own == chosen.get(m)]
-  if len(searched) == len(fields):
-    caption = 'Each chosen by the same search on validation images.'
-  elif searched:
-    titles = ', '.join(map(accuracies.method_title, searched))
-    caption = f'Chosen by a search on validation images for {titles} only.'
-  else:
-    caption = 'Not chosen by a search.'
+  titles = [
+    accuracies.method_title(method)
+    for method, own in fields.items()
+    if own == chosen.settings.get(method)
+  ]
+  caption = 'Not chosen by a search.'
+  if titles:
+    whose = 'All' if len(titles) == len(fields) else f'Only {", ".join(titles)}'
+    caption = f'{whose}: chosen {chosen.how}.'
   return [*parts, document.table(['method', *names], rows, caption)]
-
-
-def _tuned(run: runs.Run) -> dict[str, float]:
-  """Returns the fields of a run that a search may set."""
-  flat = config_lib.flatten(run.config)
-  own = chosen_lib.OWN.get(run.method, {})
-  return {field: flat[field] for field in (*config_lib.TUNED_FIELDS, *own)}
 
 
 # ----------------------------------------------------------------------- files
@@ -303,14 +299,13 @@ def write(
   name: str,
   table: TablePlan,
   found: Sequence[runs.Run],
-  chosen: Mapping[str, Mapping[str, Any]],
+  chosen: Chosen,
   output: epath.Path,
   say: Callable[[str], None],
 ) -> None:
   """Writes a table over its runs as .md, .html and .json.
 
-  `chosen` are the settings that a search chose, by method, and `output` is the
-  path of the files without a suffix.
+  `output` is the path of the files without a suffix.
   """
   runs.check_mergeable(found)
   sections = [
