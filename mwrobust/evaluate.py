@@ -88,10 +88,17 @@ def main(argv: list[str]) -> None:
       on_batch=lambda outcomes: stop.check(),
       about={'network': given.network},
     )
-    outcomes = run(images, labels, protocol=given.protocol, folder=given.output)
+    count = min(given.curve_examples, len(labels))
+    classes = max(2, len(np.unique(labels)))
+    outcomes = run(
+      images,
+      labels,
+      protocol=given.protocol,
+      folder=given.output,
+      then=count * evaluation.cost(threats, 'fast', classes, evaluation.RADII),
+    )
     curve = None
-    if given.curve_examples:
-      count = given.curve_examples
+    if count:
       print('Accuracy at growing radii:', flush=True)
       curve = run(
         images[:count],

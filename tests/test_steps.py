@@ -166,15 +166,22 @@ def test_the_policy_sees_every_mini_batch():
   jax.tree.map(np.testing.assert_allclose, now.policy, expected)
 
 
-def test_all_threats_at_once():
-  one, avg = make(), make('avg')
-  losses = [
-    float(one[1](jax.tree.map(jnp.copy, one[0]), np.int32(i), BATCH)[1])
-    for i in range(6)
+def test_all_threats_at_once_are_the_mean_of_each_alone():
+  (start, one), (now, avg) = make(), make('avg')
+  alone = [
+    one(jax.tree.map(jnp.copy, start), np.int32(i), BATCH) for i in range(6)
   ]
-  _, mean = avg[1](avg[0], np.int32(0), BATCH)
-  # BatchNorm sees all copies at once, so they are similar, not the same.
-  assert float(mean) == pytest.approx(np.mean(losses), rel=0.2)
+  now, mean = avg(now, np.int32(0), BATCH)
+  assert float(mean) == pytest.approx(
+    np.mean([float(loss) for _, loss in alone]), rel=1e-5
+  )
+  jax.tree.map(
+    lambda found, *each: np.testing.assert_allclose(
+      found, np.mean(each, axis=0), rtol=1e-4, atol=1e-6
+    ),
+    now.params,
+    *[then.params for then, _ in alone],
+  )
 
 
 def test_half_precision_is_for_the_network_only():

@@ -29,6 +29,7 @@ This package knows nothing about training: it imports neither Flax nor a config.
 
 from mwrobust.evaluation.checks import Check, checks
 from mwrobust.evaluation.outcomes import Outcomes, wilson
+from mwrobust.evaluation.plan import cost
 from mwrobust.evaluation.protocols import PROTOCOLS
 from mwrobust.evaluation.survivors import FILE, RADII, evaluate
 
@@ -39,6 +40,7 @@ __all__ = [
   'Check',
   'Outcomes',
   'checks',
+  'cost',
   'evaluate',
   'wilson',
 ]

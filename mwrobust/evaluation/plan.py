@@ -1,13 +1,17 @@
 """The plan of an evaluation: its rows, and the order of its attacks."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
 
-from mwrobust.attacks import Threat, spaces
-from mwrobust.evaluation.protocols import Protocol
+from mwrobust.attacks import Attack, Threat, spaces
+from mwrobust.evaluation.protocols import (
+  Protocol,
+  evaluations,
+  make_protocol,
+)
 
 
 class Row(NamedTuple):
@@ -138,3 +142,36 @@ def make_rounds(
 
 def _are_nested(rows: Sequence[Row], i: int, j: int) -> bool:
   return i in rows[j].within or j in rows[i].within
+
+
+def round_costs(
+  rows: Sequence[Row], rounds: Sequence[tuple[Pass, ...]], protocol: Protocol
+) -> list[float]:
+  """Returns the gradients of each round for one example that survives.
+
+  Three forward passes count as a gradient.
+  """
+
+  def of_pass(a_pass: Pass) -> float:
+    stages = protocol.stages[rows[a_pass.row].solved.norm]
+    attack = stages[protocol.attacks[a_pass.stage]]
+    gradients, forwards = evaluations(attack)
+    return (gradients + forwards / 3) / attack.tries
+
+  return [sum(map(of_pass, a_round)) for a_round in rounds]
+
+
+def cost(
+  threats: Sequence[Threat],
+  protocol: str | Iterable[Attack] | Mapping[str, Attack],
+  classes: int,
+  radii: Sequence[float] = (1.0,),
+) -> float:
+  """Returns the gradients that an image takes which survives every attack.
+
+  Three forward passes count as a gradient. The arguments are those of
+  `evaluate`; `classes` is the number of logits.
+  """
+  protocol = make_protocol(protocol, classes)
+  rows = make_rows(threats, radii, protocol)
+  return sum(round_costs(rows, make_rounds(rows, protocol), protocol))

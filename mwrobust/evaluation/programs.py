@@ -2,7 +2,7 @@
 
 import functools
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, NamedTuple
 
@@ -203,7 +203,7 @@ def _make_step(network: Network, pairs: Sequence[tuple[Threat, Attack]]):
     logits_fn = functools.partial(network.apply, arrays)
     found = switch(logits_fn, index, key, images, labels, ids, scale, start)
     # The network is judged on the image that is returned.
-    logits = _in_loop(logits_fn, found.images).astype(jnp.float32)
+    logits = convolutions.fast(logits_fn)(found.images).astype(jnp.float32)
     return Attacked(
       images=found.images,
       predicted=logits.argmax(axis=1),
@@ -235,13 +235,6 @@ def _make_step(network: Network, pairs: Sequence[tuple[Threat, Attack]]):
     return jax.lax.fori_loop(0, used, attack_next, nothing)
 
   return jax.jit(devices.by_example(step), out_shardings=devices.replicated())
-
-
-def _in_loop(function: Callable[[Array], Array], argument: Array) -> Array:
-  """Calls a function with convolutions that are fast inside loops."""
-  traced = jax.make_jaxpr(function)(argument)
-  (result,) = convolutions.eval_jaxpr(traced.jaxpr, traced.consts, argument)
-  return result
 
 
 class Natural(NamedTuple):

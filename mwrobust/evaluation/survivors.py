@@ -24,7 +24,13 @@ from mwrobust.errors import UserError
 from mwrobust.evaluation import inputs, programs
 from mwrobust.evaluation.inputs import Examples
 from mwrobust.evaluation.outcomes import STANDING, Outcomes
-from mwrobust.evaluation.plan import Pass, Row, make_rounds, make_rows
+from mwrobust.evaluation.plan import (
+  Pass,
+  Row,
+  make_rounds,
+  make_rows,
+  round_costs,
+)
 from mwrobust.evaluation.protocols import Protocol, evaluations, make_protocol
 from mwrobust.runtime import devices, files
 from mwrobust.runtime.progress import Progress
@@ -50,6 +56,7 @@ def evaluate(
   pictures: int = 8,
   about: Mapping[str, Any] | None = None,
   progress: bool = True,
+  then: float = 0.0,
   on_batch: Callable[[Outcomes], None] = lambda outcomes: None,
 ) -> Outcomes:
   """Measures how robust a network is.
@@ -73,6 +80,8 @@ def evaluate(
     pictures: the number of images whose adversarial images are kept.
     about: further entries of `outcomes.settings`.
     progress: whether to show the progress and the time left on stderr.
+    then: the gradients of what you evaluate next, as the sum over its images of
+      `evaluation.cost`; they are part of the time left.
     on_batch: called regularly with the outcomes so far; may raise to stop the
       evaluation.
   """
@@ -107,7 +116,8 @@ def evaluate(
     last_save = time.monotonic()
     steps = _attack_survivors(outcomes, rows, rounds, compiled)
     if progress:
-      steps = _shown(outcomes, rounds, protocol, steps)
+      costs = round_costs(rows, rounds, protocol)
+      steps = _shown(outcomes, rounds, costs, then, steps)
       stack.enter_context(contextlib.closing(steps))
     for _ in steps:
       on_batch(outcomes)
@@ -307,7 +317,8 @@ def _record(
 def _shown(
   outcomes: Outcomes,
   rounds: Sequence[tuple[Pass, ...]],
-  protocol: Protocol,
+  costs: Sequence[float],
+  then: float,
   steps: Iterator[tuple[int, float]],
 ) -> Iterator[None]:
   """Takes the steps and shows the progress, and the accuracy of each attack.
@@ -315,19 +326,12 @@ def _shown(
   The time left assumes that every example survives to the end, so it is an
   upper bound.
   """
-  norms = [threat['norm'] for threat in outcomes.settings['threats']]
-
-  def cost(a_pass: Pass) -> float:
-    name = protocol.attacks[a_pass.stage]
-    attack = protocol.stages[norms[a_pass.row]][name]
-    gradients, forwards = evaluations(attack)
-    return (3 * gradients + forwards) / attack.tries
-
-  ends = np.cumsum([0.0, *(sum(map(cost, a_round)) for a_round in rounds)])
+  ends = np.cumsum([0.0, *costs])
   total = float(ends[-1])
+  after = then / len(outcomes.labels)
   is_curve = len(outcomes.settings['radii']) > 1
   before, note = None, ''
-  with Progress(total, log_every=total / 10) as progress:
+  with Progress(total, log_every=total / 10, after=after) as progress:
     for done, share in steps:
       first, *others = rounds[done]
       if before not in (None, first.stage) and not is_curve:

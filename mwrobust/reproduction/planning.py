@@ -21,7 +21,7 @@ from mwrobust.errors import UserError
 from mwrobust.reporting import document, runs
 from mwrobust.runtime import files
 from mwrobust.runtime.progress import format_duration
-from mwrobust.training import loop, setup
+from mwrobust.training import evaluation, loop, setup
 
 flags.disclaim_key_flags()  # `--help` shows them as those of the program.
 
@@ -78,10 +78,10 @@ def gradient_evaluations(
     config.data.train_examples or outline.train,
     config.train.validation_examples or outline.validation,
   )
-  evaluation = setup.evaluation_gradients(
+  evaluated = evaluation.gradients(
     config, _evaluated_examples(config), outline.num_classes
   )
-  return round(schedule.gradients), round(evaluation)
+  return round(schedule.gradients), round(evaluated)
 
 
 def _outline(config: ml_collections.ConfigDict) -> data_lib.Outline:

@@ -75,12 +75,8 @@ def evaluate(
   threats = config_lib.make_threats(config)
   split = job.config.eval.split
 
-  def attack(
-    network: Network,
-    protocol: str,
-    radii: tuple[float, ...] = (1.0,),
-    examples: int | None = None,
-  ) -> Outcomes:
+  def attack(network: Network, planned: Planned, then: float) -> Outcomes:
+    _, protocol, radii, examples = planned
     images, labels = (array[:examples] for array in job.evaluated)
     about = {
       'network': network.name,
@@ -110,20 +106,77 @@ def evaluate(
       folder=workdir / 'eval' / f'{name}_{protocol}_{digest}',
       about=about,
       pictures=0 if len(radii) > 1 else 8,  # Curves show none.
+      then=then,
       on_batch=lambda outcomes: check_stop(),
     )
 
+  costs = {
+    planned: _cost(config, planned, job.data.num_classes)
+    for planned in plan(config, len(job.evaluated.labels))
+  }
   found = {}
   for network in networks(job, workdir, check_stop, say):
-    if network.is_output or network.kind in config.eval.others:
-      found[network.name] = {
-        protocol: attack(network, protocol)
-        for protocol in config.eval.protocols
-      }
-    if network.is_output and config.eval.curve_examples:
-      count = config.eval.curve_examples
-      attack(network, 'fast', radii=evaluation.RADII, examples=count)
+    for planned in list(costs):
+      if planned.kind == network.kind:
+        costs.pop(planned)
+        then = sum(costs.values()) / len(network.members)
+        outcomes = attack(network, planned, then)
+        if len(planned.radii) == 1:
+          found.setdefault(network.name, {})[planned.protocol] = outcomes
   return found
+
+
+# -------------------------------------------------------------------- the plan
+
+
+class Planned(NamedTuple):
+  """An evaluation of one of the networks of a run."""
+
+  kind: str  # The kind of network; see `Network`.
+  protocol: str
+  radii: tuple[float, ...]  # Several for a curve.
+  examples: int
+
+
+def plan(config: ml_collections.ConfigDict, most: int) -> list[Planned]:
+  """Lists the evaluations of a run that has `most` images to evaluate."""
+  if config_lib.window(config) == 1:
+    kinds, output = ('last',), 'last'
+  elif config.algorithm == 'ensemble':
+    kinds, output = ('last', 'ensemble'), 'ensemble'
+  else:
+    kinds = 'last', 'average', 'recalibrated', 'ensemble'
+    output = 'average'
+  planned = [
+    Planned(kind, protocol, (1.0,), most)
+    for kind in kinds
+    if kind in (output, *config.eval.others)
+    for protocol in config.eval.protocols
+  ]
+  if config.eval.curve_examples:
+    count = min(config.eval.curve_examples, most)
+    planned.append(Planned(output, 'fast', evaluation.RADII, count))
+  return planned
+
+
+def gradients(
+  config: ml_collections.ConfigDict, most: int, classes: int
+) -> float:
+  """Returns the most gradients that the evaluations of a run take.
+
+  Three forward passes count as a gradient; an ensemble takes one for each of
+  its members.
+  """
+  return sum(_cost(config, each, classes) for each in plan(config, most))
+
+
+def _cost(
+  config: ml_collections.ConfigDict, planned: Planned, classes: int
+) -> float:
+  members = config_lib.window(config) if planned.kind == 'ensemble' else 1
+  threats = config_lib.make_threats(config)
+  of_one = evaluation.cost(threats, planned.protocol, classes, planned.radii)
+  return members * planned.examples * of_one
 
 
 # ---------------------------------------------------------------- the networks

@@ -254,7 +254,7 @@ class _Log(contextlib.AbstractContextManager):
       resume_step=self.step if resumed else None,
       outer_step=int(state.outer_step),
     )
-    evaluation_cost = setup.evaluation_gradients(
+    evaluation_cost = evaluation.gradients(
       job.config, len(job.evaluated.labels), job.data.num_classes
     )
     self.progress = Progress(

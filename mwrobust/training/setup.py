@@ -11,10 +11,9 @@ import ml_collections
 import numpy as np
 from etils import epath
 
-from mwrobust import attacks, data, evaluation, models
+from mwrobust import attacks, data, models
 from mwrobust import config as config_lib
 from mwrobust.errors import UserError
-from mwrobust.evaluation import protocols
 from mwrobust.runtime import devices, files
 from mwrobust.training import state as state_lib
 from mwrobust.training import steps as steps_lib
@@ -140,35 +139,6 @@ def validation_gradients(config: ml_collections.ConfigDict) -> float:
   """Returns the gradients of the validation of one example."""
   pairs = config_lib.make_pairs(config, 'validation')
   return float(make_adversary('one', pairs).gradients.sum())
-
-
-def evaluation_gradients(
-  config: ml_collections.ConfigDict, test_size: int, classes: int
-) -> float:
-  """Returns the most gradients that the evaluation of a run takes.
-
-  Three forward passes count as a gradient; an ensemble takes one for each of
-  its members.
-  """
-
-  def of_protocol(name: str) -> float:
-    protocol = protocols.make_protocol(name, classes)
-    costs = [
-      protocols.evaluations(attack)
-      for threat in config_lib.make_threats(config)
-      for attack in protocol.stages[threat.norm].values()
-    ]
-    return sum(gradients + forwards / 3 for gradients, forwards in costs)
-
-  h = config_lib.window(config)
-  sizes = {'last': 1, 'average': 1, 'recalibrated': 1, 'ensemble': h}
-  output = 'ensemble' if config.algorithm == 'ensemble' else 'average'
-  evaluated = {output, *config.eval.others} if h > 1 else {output}
-  networks = sum(sizes[kind] for kind in evaluated)
-  curve = min(config.eval.curve_examples, test_size) * len(evaluation.RADII)
-  return networks * test_size * sum(
-    map(of_protocol, config.eval.protocols)
-  ) + sizes[output] * curve * of_protocol('fast')
 
 
 def prepare(config: ml_collections.ConfigDict) -> Job:
