@@ -55,8 +55,7 @@ def _balanced(config):
 
 def _cnn(config):
   config_lib.use_cnn(config)
-  if config.preset in ('paper', 'released'):  # The others have their own.
-    config_lib.use_strong_attack(config)
+  config_lib.use_strong_attack(config)
   config.model.options.features = (16, 32)
   config.policy.eta = 1.0
   config.policy.memory = 0.5

@@ -190,8 +190,7 @@ def preset(name: str, data: str) -> ConfigDict:
   config = base()
   config.preset = name
   config.data.name = data
-  own = MASKED_ATTACKS if name == 'balanced' else {}
-  set_threats(config, EPS[name, data], TRAINING_ATTACKS | own)
+  set_threats(config, EPS[name, data])
   if data == 'mnist':
     config.train.T = 20
     config.train.r = 3.0
@@ -214,13 +213,12 @@ def preset(name: str, data: str) -> ConfigDict:
     config.optimizer.schedule = 'one_cycle'
     config.optimizer.l2 = 0.0
     config.train.r = 0.75
+    use_strong_attack(config)
   return config
 
 
 def set_threats(
-  config: ConfigDict,
-  radii: Mapping[str, tuple[float, float, float]],
-  training: Mapping[tuple[str, str], dict[str, Any]] = TRAINING_ATTACKS,
+  config: ConfigDict, radii: Mapping[str, tuple[float, float, float]]
 ) -> None:
   """Sets the threats of a config to linf, l2 and l1 in each space."""
   config.threats = ConfigDict({'only': ()})
@@ -232,7 +230,7 @@ def set_threats(
           'norm': norm,
           'eps': float(eps),
           'clip': 'inside',
-          'attack': training.get((space, norm), {}),
+          'attack': {},
         }
       )
 
@@ -246,9 +244,10 @@ def use_preset(config: ConfigDict, name: str, data: str) -> None:
 def use_strong_attack(config: ConfigDict) -> None:
   """Trains with attacks on the clipped image that are harder to fool."""
   config.attack = base().attack
+  masked = MASKED_ATTACKS if config.preset == 'balanced' else {}
   for fields in threat_table(config).values():
     fields.clip = 'inside'
-    own = TRAINING_ATTACKS.get((fields.space, fields.norm), {})
+    own = (TRAINING_ATTACKS | masked).get((fields.space, fields.norm), {})
     fields.attack = ConfigDict(own)
 
 
