@@ -15,7 +15,7 @@ same budget, and the highest union wins.
 With `--radii`, a network is trained against each threat alone, and the table
 gives the radius at which the accuracy is the target.
 
-Runs go to `runs/search/<config>/<method>/<settings>`. After a kill, the same
+Runs go to `runs/search/<config>/<method>/<change>`. After a kill, the same
 command resumes. Start it twice, and the processes divide the runs.
 """
 
@@ -37,6 +37,8 @@ from mwrobust.reproduction import planning, tables
 from mwrobust.reproduction.chosen import CHANGES, FIRST, OWN, WITHOUT_OWN
 from mwrobust.reproduction.planning import PlannedRun, make_config
 
+_RATE = 'optimizer.learning_rate'
+
 
 class Candidate(NamedTuple):
   """Settings to try."""
@@ -57,13 +59,26 @@ def judge(candidate: Candidate) -> Candidate:
   return candidate._replace(accuracies=outcomes.accuracies())
 
 
-def settings_of(method: str) -> list[dict[str, float]]:
-  """Returns the candidates of a method; every method has as many."""
+def settings_of(
+  method: str, batch_size: int = 100
+) -> dict[str, dict[str, float]]:
+  """Returns the candidates of a method; every method has as many.
+
+  They are named after what changes. Learning rates are proportional to the
+  batch size.
+  """
   own = OWN.get(method, {})
   first = FIRST | {field: values[0] for field, values in own.items()}
   another = {field: values[1] for field, values in own.items()}
-  changes = [{}, *CHANGES, another or WITHOUT_OWN]
-  return [first | change for change in changes]
+  found = {}
+  for change in ({}, *CHANGES, another or WITHOUT_OWN):
+    settings = first | change
+    settings[_RATE] *= batch_size / 100
+    words = [
+      f'{field.rpartition(".")[2]}={settings[field]:g}' for field in change
+    ]
+    found[','.join(words) or 'first'] = settings
+  return found
 
 
 def on_validation_images(
@@ -95,11 +110,8 @@ def plan_methods(
   """Plans the candidates of each method."""
   found = []
   for method in methods:
-    for settings in settings_of(method):
-      name = ','.join(
-        f'{field.rpartition(".")[2]}={value:g}'
-        for field, value in settings.items()
-      )
+    candidates = settings_of(method, config.train.batch_size)
+    for name, settings in candidates.items():
       ours = make_config(config, method, **settings)
       run = PlannedRun(method, ours, folder / method / name)
       found.append(Candidate(settings, run))

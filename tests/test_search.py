@@ -24,12 +24,23 @@ ROOT = pathlib.Path(__file__).parent.parent
 def test_every_method_gets_as_many_candidates():
   found = {method: search.settings_of(method) for method in tables.RIVALS}
   assert {len(settings) for settings in found.values()} == {4}
-  for method, (first, *others) in found.items():
+  for method, candidates in found.items():
+    first, *others = candidates.values()
     assert first.keys() == FIRST.keys() | OWN.get(method, {}).keys()
     for other in others:
       assert other.keys() == first.keys()
       assert sum(other[field] != first[field] for field in first) == 1
     assert len({json.dumps(settings) for settings in others}) == 3
+  small, large = (search.settings_of('uniform', size) for size in (32, 100))
+  rate = 'optimizer.learning_rate'
+  assert small['first'][rate] == pytest.approx(0.32 * large['first'][rate])
+
+
+def test_a_plan_is_80_columns_wide(tmp_path):
+  candidates = search.plan_methods(shared(), tables.RIVALS, tmp_path)
+  text, _ = planning.describe([candidate.run for candidate in candidates])
+  lines = text.splitlines()[1:]  # The first is the folder's path.
+  assert max(map(len, lines)) <= 80
 
 
 def shared(**changes):

@@ -10,7 +10,7 @@ prints the entries of `CHOSEN`, which `python -m mwrobust.reproduce` uses.
 
 from typing import Any, NamedTuple
 
-# The first candidate of every method.
+# The first candidate of every method, for batches of 100.
 FIRST = {'optimizer.learning_rate': 12e-3, 'train.ramp': 0.3}
 # The changes of the other candidates, one setting at a time.
 CHANGES = ({'optimizer.learning_rate': 6e-3}, {'train.ramp': 0.6})

@@ -233,7 +233,9 @@ def describe(planned: Sequence[PlannedRun]) -> tuple[str, int]:
     ]
     for run, (word, *counts) in zip(planned, costs, strict=True)
   ]
-  table = document.markdown_table(['run', *Cost._fields], rows)
+  table = document.markdown_table(
+    ['run', 'status', 'train', 'eval', 'left'], rows
+  )
   note = textwrap.fill(
     'In millions of gradient evaluations: one image once forward and back. The '
     'evaluation takes less if images are fooled early.',
