@@ -22,7 +22,7 @@ import ml_collections
 from etils import epath
 
 from mwrobust import attacks, data
-from mwrobust.attacks import norms
+from mwrobust.attacks import norms, rules
 from mwrobust.errors import UserError, check_choice, did_you_mean
 from mwrobust.evaluation import PROTOCOLS
 from mwrobust.importing import import_object
@@ -52,8 +52,9 @@ EPS = {
 FREE_FIELDS = ('eval.', 'train.check_examples', 'train.log_every')
 # A search tunes these for each method, besides those of its policy.
 TUNED_FIELDS = ('optimizer.learning_rate', 'train.ramp')
-THREAT_FIELDS = ('space', 'norm', 'eps', 'clip', 'attack')
-REQUIRED_OF_THREATS = THREAT_FIELDS[:3]
+_ATTACKS = ('attack', 'validation_attack')  # How a threat's own differ.
+REQUIRED_OF_THREATS = ('space', 'norm', 'eps')
+THREAT_FIELDS = (*REQUIRED_OF_THREATS, 'clip', *_ATTACKS)
 # How the training attack differs from `config.attack`, by space and norm.
 # Chosen by the loss they reach on trained networks compared to 100 steps of
 # APGD: pixel linf is hardly masked, l2 and l1 need more steps, and momentum is
@@ -107,8 +108,9 @@ def base() -> ConfigDict:
   model.options = ConfigDict()  # The model's own fields, such as width.
 
   # By name: space, norm, eps and clip (see mwrobust.attacks.Threat), and how
-  # the training attack differs; clip is 'inside' and the attack the same unless
-  # they are given. A space of your own is module:NAME.
+  # the attacks of training and of validation differ; clip is 'inside' and the
+  # attacks are the same unless they are given. A space of your own is
+  # module:NAME.
   config.threats = ConfigDict()
   config.threats.only = ()  # The names of the threats to use; () for all.
 
@@ -116,7 +118,8 @@ def base() -> ConfigDict:
   # random_start and restarts.
   config.attack = attack = ConfigDict()
   # How a step is made: 'apgd' adapts its size, 'momentum' is PGD with momentum
-  # and decaying steps, 'pgd' is plain. See mwrobust.attacks.Ascent.
+  # and decaying steps, 'pgd' is plain; see mwrobust.attacks.Ascent. Or 'fab',
+  # which uses only steps, targets and restarts; see mwrobust.attacks.Fab.
   attack.rule = 'apgd'
   attack.steps = 20
   attack.step_size = 0.0  # In multiples of eps; 0 for the rule's default.
@@ -125,6 +128,7 @@ def base() -> ConfigDict:
   attack.percentile = 99.0  # l1: a step of pgd or momentum moves the top 1 %.
   attack.random_start = True
   attack.restarts = 1  # The number of random starts.
+  attack.targets = 0  # Aim at the N likeliest wrong classes, one by one.
   config.validation_attack = ConfigDict()  # How validation differs.
 
   config.policy = policy = ConfigDict()  # Each method uses its own fields.
@@ -292,7 +296,7 @@ def check_field(field: str) -> None:
   fields = [
     *flatten(base()),
     *(f'threats.{threat}.{name}' for name in THREAT_FIELDS),
-    *(f'threats.{threat}.attack.{name}' for name in attack),
+    *(f'threats.{threat}.{own}.{name}' for own in _ATTACKS for name in attack),
     *(f'validation_attack.{name}' for name in attack),
   ]
   if field in fields or field.startswith('model.options.'):
@@ -326,7 +330,9 @@ def attack_default(field: str) -> Any:
   20
   """
   match field.split('.'):
-    case ['validation_attack', name] | ['threats', _, 'attack', name]:
+    case ['validation_attack', name]:
+      return base().attack.get(name)
+    case ['threats', _, own, name] if own in _ATTACKS:
       return base().attack.get(name)
   return None
 
@@ -441,26 +447,37 @@ def make_pairs(
   """Returns each threat with its attack in `'train'` or `'validation'`."""
   pairs = []
   for threat in make_threats(config):
-    own = threat_table(config)[threat.name].get('attack', {})
-    groups = {'attack': config.attack, f'threats.{threat.name}.attack': own}
+    own = threat_table(config)[threat.name]
+    groups = {'attack.': config.attack}
+    groups[f'threats.{threat.name}.attack.'] = own.get('attack', {})
     if phase == 'validation':
-      groups['validation_attack'] = config.validation_attack
+      name = 'validation_attack'
+      groups[f'{name}.'] = config.validation_attack
+      groups[f'threats.{threat.name}.{name}.'] = own.get(name, {})
     fields, source = {}, {}
     for group, changes in groups.items():
       fields |= changes
-      source |= dict.fromkeys(changes, f'{group}.')
-    size = fields.pop('step_size')
+      source |= dict.fromkeys(changes, group)
     try:
-      attack = attacks.Ascent(
-        **fields,
-        step_size=size * threat.eps if size else None,
-        result='highest' if fields['rule'] == 'apgd' else 'last',
-      )
+      check_choice('rule', fields['rule'], (*rules.RULES, 'fab'))
+      pairs.append((threat, _make_attack(fields, threat.eps)))
     except ValueError as error:  # It begins with the name of the field.
       name = re.match(r'\w+', str(error))[0]
       raise UserError(f'{source[name]}{error}') from error
-    pairs.append((threat, attack))
   return tuple(pairs)
+
+
+def _make_attack(fields: Mapping[str, Any], eps: float) -> attacks.Attack:
+  """Makes the attack of the fields of `config.attack`."""
+  if fields['rule'] == 'fab':
+    targets, restarts = fields['targets'], fields['restarts']
+    return attacks.fab(fields['steps'], targets=targets, restarts=restarts)
+  size = fields['step_size']
+  return attacks.Ascent(
+    **{name: value for name, value in fields.items() if name != 'step_size'},
+    step_size=size * eps if size else None,
+    result='highest' if fields['rule'] == 'apgd' else 'last',
+  )
 
 
 METHODS = {  # By method: its adversary and its policy.

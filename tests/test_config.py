@@ -249,6 +249,10 @@ def test_threats_are_a_table_of_any_number():
   assert (threat.space, threat.eps, attack.steps) == (FLIP, 3.0, 7)
   ((_, attack),) = config_lib.make_pairs(config, 'validation')
   assert attack.steps == 30
+  config.threats.wide.validation_attack = {'rule': 'fab', 'targets': 2}
+  config_lib.validate(config)
+  ((_, attack),) = config_lib.make_pairs(config, 'validation')
+  assert attack == attacks.fab(30, targets=2)
 
 
 def test_a_threat_needs_a_space_a_norm_and_a_radius():
@@ -275,6 +279,7 @@ def test_a_threat_needs_a_space_a_norm_and_a_radius():
     ('threats.dct_l1.attack', 'restarts', 0),
     ('validation_attack', 'steps', 'x'),
     ('validation_attack', 'rule', 'fgsm'),
+    ('validation_attack', 'targets', -1),
   ],
 )
 def test_a_bad_change_of_the_attack_is_named(group, name, value):

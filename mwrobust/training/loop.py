@@ -190,7 +190,7 @@ def validate(
   reached = possible = losses[:, : count or None]
   if count:
     possible = attacked(job.probe_step, first)[0]
-    if job.config.validation_attack:
+    if job.trained_step is not job.validation_step:
       reached = attacked(job.trained_step, first)[0]
   _, natural = _judge(
     job,

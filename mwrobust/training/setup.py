@@ -42,7 +42,8 @@ class Job(NamedTuple):
   train_step: Callable  # See `steps.make_train_step`.
   # See `steps.make_validation_step`; uses its attacks.
   validation_step: Callable
-  trained_step: Callable  # The same with the attacks of training.
+  # The same with the attacks of training; the same function if they agree.
+  trained_step: Callable
   probe_step: Callable  # The same with `PROBE`.
   natural_step: Callable  # See `steps.make_natural_step`.
   # A function of the step and the progress, see `Schedule`.
@@ -185,6 +186,8 @@ def prepare(config: ml_collections.ConfigDict) -> Job:
     steps_lib.make_validation_step, model=model, key=validation_key
   )
   threats = [threat for threat, _ in pairs]
+  trained_step = validation(pairs=pairs)
+  validated = config_lib.make_pairs(config, 'validation')
   return Job(
     config=config,
     data=dataset,
@@ -208,10 +211,10 @@ def prepare(config: ml_collections.ConfigDict) -> Job:
       augment=config.data.augment,
       precision=config.train.precision,
     ),
-    validation_step=validation(
-      pairs=config_lib.make_pairs(config, 'validation')
+    validation_step=(
+      trained_step if validated == pairs else validation(pairs=validated)
     ),
-    trained_step=validation(pairs=pairs),
+    trained_step=trained_step,
     probe_step=validation(pairs=[(threat, PROBE) for threat in threats]),
     natural_step=steps_lib.make_natural_step(model=model),
     learning_rate=learning_rate,
