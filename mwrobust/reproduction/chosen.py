@@ -16,7 +16,7 @@ FIRST = {'optimizer.learning_rate': 12e-3, 'train.ramp': 0.3}
 CHANGES = ({'optimizer.learning_rate': 6e-3}, {'train.ramp': 0.6})
 # The methods with a parameter of their own: its first value and another.
 OWN = {
-  'multiplicative_weights': {'policy.eta': (1.0, 0.25)},
+  'multiplicative_weights': {'policy.eta': (2.5, 1.0)},
   'ucb': {'policy.exploration': (1.0, 0.25)},
   'e_at': {'policy.decay': (0.98, 0.9)},
 }
@@ -35,6 +35,7 @@ _MAINI = {
   'multiplicative_weights': {
     'optimizer.learning_rate': 0.012,
     'train.ramp': 0.3,
+    'policy.signal': 'loss',
     'policy.eta': 0.25,
     'policy.memory': 1.0,
   },
