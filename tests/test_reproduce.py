@@ -812,8 +812,8 @@ def test_a_dry_run_lists_and_writes_nothing(little, tmp_path):
     # With one start, then with 20.
     cost = (1 + 20) * 30 * networks * ONCE
     more = 30 * steps if 'greedy' in name else 0
-    assert cells['training'] == f'{(training + more) / 1e6:,.1f}'
-    assert cells['evaluation'] == f'{cost / 1e6:,.1f}'
+    assert cells['train'] == f'{(training + more) / 1e6:,.1f}'
+    assert cells['eval'] == f'{cost / 1e6:,.1f}'
   assert re.search(r'\d:\d\d\sleft\sin\stotal\.', result.stdout)
 
 

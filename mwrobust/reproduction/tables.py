@@ -276,7 +276,7 @@ def setting_parts(
   rows = [
     [
       accuracies.method_title(method),
-      *(f'{own[name]:g}' if name in own else '-' for name in names),
+      *(_setting(own[name]) if name in own else '-' for name in names),
     ]
     for method, own in fields.items()
   ]
@@ -290,6 +290,10 @@ def setting_parts(
     whose = 'All' if len(titles) == len(fields) else f'Only {", ".join(titles)}'
     caption = f'{whose}: chosen {chosen.how}.'
   return [*parts, document.table(['method', *names], rows, caption)]
+
+
+def _setting(value: float | str) -> str:
+  return value if isinstance(value, str) else f'{value:g}'
 
 
 # ----------------------------------------------------------------------- files
