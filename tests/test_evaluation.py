@@ -613,6 +613,29 @@ def test_the_progress_ends_at_100_percent(examples, capsys):
   assert '100%' in capsys.readouterr().err.splitlines()[-1]
 
 
+def test_the_cost_is_that_of_an_image_that_survives(capsys):
+  def blind(images):
+    return 2 * jax.nn.one_hot(jnp.zeros(len(images), int), 3)
+
+  images, labels = np.full((20, 6, 5, 1), 0.5), np.zeros(20, int)
+  # The two sets of l2 are the same, so only one of them is attacked.
+  threats = [
+    attacks.Threat(space=space, norm=norm, eps=0.5)
+    for space, norm in (('pixel', 'l2'), ('dct', 'l2'), ('dct', 'l1'))
+  ]
+  cost = evaluation.cost(threats, OWN, classes=3)
+  seen = {}
+  for then in (0.0, 1e12):
+    found = evaluation.evaluate(
+      blind, images, labels, threats, protocol=OWN, then=then
+    )
+    seen[then] = capsys.readouterr().err
+  (gradients, forwards), _ = found.evaluations()
+  assert cost * 20 == pytest.approx(gradients + forwards / 3)
+  assert seen[0.0].splitlines()[-1].endswith('0:00 left')
+  assert 'd ' in seen[1e12].splitlines()[-1]  # Days.
+
+
 def test_a_torn_file_is_named(tmp_path, examples):
   (tmp_path / evaluation.FILE).write_bytes(b'PK torn')
   with pytest.raises(UserError, match=evaluation.FILE):
