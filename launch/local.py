@@ -22,7 +22,7 @@ from launch import commands
 from launch.commands import option, say
 
 MAIN = (sys.executable, '-m', 'mwrobust.main')
-GRACE = 5.0  # Seconds that workers have to end in when one of them died.
+GRACE = 5.0  # The seconds that workers have to end after one of them has died.
 PATIENCE = 60.0  # The same on Ctrl-C or SIGTERM: they save a checkpoint.
 
 _OUTPUT = threading.Lock()

@@ -58,6 +58,7 @@ class NumberParser(flags.ArgumentParser):
   """
 
   syntactic_help = 'a number'
+  examples = '0.3 or 8/255'
 
   def parse(self, argument: str | float) -> float:
     """Returns the number, or raises a ValueError."""
@@ -66,7 +67,9 @@ class NumberParser(flags.ArgumentParser):
         argument = fractions.Fraction(argument.replace(' ', ''))
       return float(argument)
     except (ValueError, ArithmeticError) as error:
-      raise ValueError('It must be a number, such as 0.3 or 8/255.') from error
+      raise ValueError(
+        f'It must be {self.syntactic_help}, such as {self.examples}.'
+      ) from error
 
 
 class IntegerParser(NumberParser):
@@ -77,12 +80,13 @@ class IntegerParser(NumberParser):
   """
 
   syntactic_help = 'an integer'
+  examples = '10 or 5e6'
 
   def parse(self, argument: str | int) -> int:
     """Returns the integer, or raises a ValueError."""
     number = super().parse(argument)
     if number != int(number):
-      raise ValueError('It must be an integer, such as 10 or 5e6.')
+      raise ValueError(f'It must be an integer, such as {self.examples}.')
     return int(number)
 
 
@@ -107,8 +111,19 @@ class TupleParser(flags.ArgumentParser):
     return tuple(argument)
 
 
+class BooleanParser(flags.BooleanParser):
+  """Reads `true` or `false`."""
+
+  def parse(self, argument: str | bool) -> bool:
+    """Returns the value, or raises a ValueError."""
+    try:
+      return super().parse(argument)
+    except ValueError as error:
+      raise ValueError('It must be true or false.') from error
+
+
 _PARSERS = {
-  bool: flags.BooleanParser(),
+  bool: BooleanParser(),
   int: IntegerParser(),
   float: NumberParser(),
   tuple: TupleParser(),
@@ -302,14 +317,17 @@ def _parse(
   except (UserError, OSError, AttributeError) as error:
     sys.exit(f'mwrobust: {error}')
   except KeyError as error:  # Of a group such as threats.NAME.
-    missing = _missing_threat(argv) or f'config has no {error.args[0]}'
+    missing = _missing_group(argv) or f'config has no {error.args[0]}'
     sys.exit(f'mwrobust: {". ".join(missing.splitlines())}')
   except flags.Error as error:
     sys.exit(f'mwrobust: {_from_config(error) or error}')
 
 
-def _missing_threat(argv: list[str]) -> str | None:
-  """Returns what to say if a flag names a threat that the config lacks."""
+def _missing_group(argv: list[str]) -> str | None:
+  """Returns what to say if a flag is of a threat that the config lacks.
+
+  Or of a threat that lacks the group of the flag.
+  """
   values = flags.FlagValues()
   config_flags.DEFINE_config_file('config', flag_values=values, sys_argv=[])
   given = _given_flags(argv[1:])
@@ -321,6 +339,13 @@ def _missing_threat(argv: list[str]) -> str | None:
         return (
           f'There is no threat {name!r}.{did_you_mean(name, threats)} The '
           f'config has {", ".join(threats)}. Add others in a config file.'
+        )
+      case ['config', 'threats', name, group, _] if (
+        group not in values.config.threats[name]
+      ):
+        return (
+          f'threats.{name} has no {group} of its own to change: give it '
+          f'{group} = {{}} in the config file.'
         )
   return None
 

@@ -15,7 +15,8 @@ import math
 import numbers
 import os
 import re
-from collections.abc import Callable, Mapping
+import textwrap
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import ml_collections
@@ -23,6 +24,7 @@ from etils import epath
 
 from mwrobust import attacks, data
 from mwrobust.attacks import norms, rules
+from mwrobust.attacks.climb import SHRINKING
 from mwrobust.errors import UserError, check_choice, did_you_mean
 from mwrobust.evaluation import PROTOCOLS
 from mwrobust.importing import import_object
@@ -52,7 +54,8 @@ EPS = {
 FREE_FIELDS = ('eval.', 'train.check_examples', 'train.log_every')
 # A search tunes these for each method, besides those of its policy.
 TUNED_FIELDS = ('optimizer.learning_rate', 'train.ramp')
-_ATTACKS = ('attack', 'validation_attack')  # How a threat's own differ.
+# The groups in which a threat's own attacks differ.
+_ATTACKS = ('attack', 'validation_attack')
 REQUIRED_OF_THREATS = ('space', 'norm', 'eps')
 THREAT_FIELDS = (*REQUIRED_OF_THREATS, 'clip', *_ATTACKS)
 # How the training attack differs from `config.attack`, by space and norm.
@@ -68,9 +71,14 @@ TRAINING_ATTACKS = {
   ('dct', 'l1'): {'steps': 30},
 }
 # A network that is also trained against a large pixel linf ignores small
-# changes of a pixel, and so misdirects dense steps from near the image.
+# changes of a pixel, and so misdirects dense steps from near the image: they
+# have to begin far away, in balls that shrink.
+_SHRINK = {'rule': 'momentum', 'radii': SHRINKING}
 MASKED_ATTACKS = {
-  ('dct', 'linf'): {'rule': 'momentum', 'radii': (5.0, 3.0, 1.0)},
+  ('pixel', 'l2'): _SHRINK,
+  ('pixel', 'l1'): {'steps': 40, 'radii': (6.0, 3.8, 2.4, 1.6, 1.0)},
+  ('dct', 'linf'): _SHRINK,
+  ('dct', 'l2'): _SHRINK,
   ('dct', 'l1'): {
     'rule': 'momentum',
     'steps': 30,
@@ -79,6 +87,8 @@ MASKED_ATTACKS = {
   },
 }
 # There, FAB sees more than climbs do under dct l1, and less under the others.
+# It looks for the nearest adversarial image, not for the highest loss, so the
+# policy has to compare errors.
 MASKED_VALIDATION = {('dct', 'l1'): {'rule': 'fab', 'steps': 20, 'targets': 3}}
 
 
@@ -116,8 +126,8 @@ def base() -> ConfigDict:
   config.threats = ConfigDict()
   config.threats.only = ()  # The names of the threats to use; () for all.
 
-  # For training and validation. The method msd ignores rule, radii, loss,
-  # random_start and restarts.
+  # For training and validation. The method msd uses only steps, step_size and
+  # percentile.
   config.attack = attack = ConfigDict()
   # How a step is made: 'apgd' adapts its size, 'momentum' is PGD with momentum
   # and decaying steps, 'pgd' is plain; see mwrobust.attacks.Ascent. Or 'fab',
@@ -139,7 +149,8 @@ def base() -> ConfigDict:
   # multiplicative_weights: the power of the old weights in an update, in
   # (0, 1]. The paper's is 1; below it, older losses are forgotten.
   policy.memory = 1.0
-  policy.signal = 'loss'  # What the weights follow; or 'error', in [0, 1].
+  # What multiplicative_weights, greedy and ucb follow; or 'error', in [0, 1].
+  policy.signal = 'loss'
   policy.threat = 'pixel_linf'  # single: the threat.
   policy.exploration = 1.0  # ucb: the weight of the exploration bonus.
   policy.decay = 0.98  # e_at: the decay of older mini batches.
@@ -254,6 +265,7 @@ def use_strong_attack(config: ConfigDict) -> None:
   training, validation = TRAINING_ATTACKS, {}
   if config.preset == 'balanced':
     training, validation = training | MASKED_ATTACKS, MASKED_VALIDATION
+    config.policy.signal = 'error'
   for fields in threat_table(config).values():
     of = fields.space, fields.norm
     fields.clip = 'inside'
@@ -312,21 +324,33 @@ def check_field(field: str) -> None:
       f'There is no config.{field}: the epochs are train.T x train.r, or '
       'follow from train.budget.'
     )
+  names = _names_in(f'{field}.', fields)
+  if names:
+    raise UserError(
+      f'config.{field} is a group of fields: set one of '
+      f'{", ".join(f"{field}.{name}" for name in names)}.'
+    )
   group, _, name = field.rpartition('.')
+  if group == 'model' and name not in fields:
+    raise UserError(
+      f'There is no config.{field}. config.model.* can be: name, options.NAME. '
+      f"Fields of the network are options: 'model.options.{name}'."
+    )
   same = [f for f in fields if f.lower().rpartition('.')[2] == name.lower()]
   hint = did_you_mean(field, fields)
   if same:
     hint = f' Did you mean {" or ".join(map(repr, same))}?'
-  prefix = f'{group}.' if any(f.startswith(f'{group}.') for f in fields) else ''
-  names = dict.fromkeys(
-    f.removeprefix(prefix).partition('.')[0]
-    for f in fields
-    if f.startswith(prefix)
-  )
+  prefix = f'{group}.' if _names_in(f'{group}.', fields) else ''
   raise UserError(
     f'There is no config.{field}.{hint} '
-    f'config.{prefix}* can be: {", ".join(names)}.'
+    f'config.{prefix}* can be: {", ".join(_names_in(prefix, fields))}.'
   )
+
+
+def _names_in(prefix: str, fields: Iterable[str]) -> list[str]:
+  """Returns the names after a prefix, up to the next dot."""
+  found = [f.removeprefix(prefix) for f in fields if f.startswith(prefix)]
+  return list(dict.fromkeys(name.partition('.')[0] for name in found))
 
 
 def attack_default(field: str) -> Any:
@@ -421,16 +445,22 @@ def threat_table(config: ConfigDict) -> dict[str, ConfigDict]:
 
 def make_threats(config: ConfigDict) -> tuple[attacks.Threat, ...]:
   """Makes the threats of the config's table."""
-  return tuple(
-    attacks.Threat(
-      space=_load_space(fields.space, f'threats.{name}.space'),
-      norm=fields.norm,
-      eps=float(fields.eps),
-      clip=fields.get('clip', 'inside'),
-      name=name,
-    )
-    for name, fields in threat_table(config).items()
-  )
+  threats = []
+  for name, fields in threat_table(config).items():
+    space = _load_space(fields.space, f'threats.{name}.space')
+    try:
+      threats.append(
+        attacks.Threat(
+          space=space,
+          norm=fields.norm,
+          eps=float(fields.eps),
+          clip=fields.get('clip', 'inside'),
+          name=name,
+        )
+      )
+    except ValueError as error:  # It begins with the name of the field.
+      raise UserError(f'threats.{name}.{error}') from error
+  return tuple(threats)
 
 
 def _load_space(space: str, field: str) -> str | attacks.Space:
@@ -453,24 +483,46 @@ def make_pairs(
   """Returns each threat with its attack in `'train'` or `'validation'`."""
   pairs = []
   for threat in make_threats(config):
-    own = threat_table(config)[threat.name]
-    groups = {'attack.': config.attack}
-    groups[f'threats.{threat.name}.attack.'] = own.get('attack', {})
-    if phase == 'validation':
-      name = 'validation_attack'
-      groups[f'{name}.'] = config.validation_attack
-      groups[f'threats.{threat.name}.{name}.'] = own.get(name, {})
-    fields, source = {}, {}
-    for group, changes in groups.items():
-      fields |= changes
-      source |= dict.fromkeys(changes, group)
+    fields, groups = _attack_fields(config, threat.name, phase)
     try:
       check_choice('rule', fields['rule'], (*rules.RULES, 'fab'))
       pairs.append((threat, _make_attack(fields, threat.eps)))
     except ValueError as error:  # It begins with the name of the field.
       name = re.match(r'\w+', str(error))[0]
-      raise UserError(f'{source[name]}{error}') from error
+      raise UserError(f'{groups[name]}{error}') from error
   return tuple(pairs)
+
+
+def check_targets(config: ConfigDict, num_classes: int) -> None:
+  """Raises a UserError if an attack aims at more classes than are wrong."""
+  for phase in ('train', 'validation'):
+    for name in threat_table(config):
+      fields, groups = _attack_fields(config, name, phase)
+      if fields['targets'] >= num_classes:
+        raise UserError(
+          f'{groups["targets"]}targets = {fields["targets"]} is not allowed: '
+          f'the data has {num_classes} classes, so at most {num_classes - 1}.'
+        )
+
+
+def _attack_fields(
+  config: ConfigDict, threat: str, phase: str
+) -> tuple[dict[str, Any], dict[str, str]]:
+  """Returns the fields of an attack, and the group that each comes from."""
+  own = threat_table(config)[threat]
+  groups = {'attack.': config.attack}
+  groups[f'threats.{threat}.attack.'] = own.get('attack', {})
+  if phase == 'validation':
+    name = 'validation_attack'
+    groups[f'{name}.'] = config.validation_attack
+    groups[f'threats.{threat}.{name}.'] = own.get(name, {})
+  fields, source = {}, {}
+  for group, changes in groups.items():
+    fields |= changes
+    source |= dict.fromkeys(changes, group)
+    if changes.get('rule') == 'fab':  # Only it needs targets.
+      source['targets'] = group
+  return fields, source
 
 
 def _make_attack(fields: Mapping[str, Any], eps: float) -> attacks.Attack:
@@ -548,12 +600,15 @@ def describe(config: ConfigDict, shared: bool = False) -> str:
     length = f'a budget of {train.budget:,} gradient evaluations'
     cost = f'with the same budget of {train.budget:,} gradient evaluations'
   equal = f'\nEvery method was trained {cost}.' if shared else ''
-  return (
+  lines = (
     f'Data {config.data.name}, network {config.model.name}, preset '
     f'{config.preset}{own}.\n'
     f'Threats: {threats}.\n'
     f'T = {train.T} outer steps, {length}, batches of {train.batch_size}, '
     f'h = {train.h}.{equal}'
+  ).splitlines()
+  return '\n'.join(
+    textwrap.fill(line, 80, break_long_words=False) for line in lines
   )
 
 
@@ -670,19 +725,37 @@ def _check_threats(config: ConfigDict) -> None:
           f'{", ".join(REQUIRED_OF_THREATS)}.'
         )
     check_choice(f'threats.{name}.norm', fields.norm, norms.NORMS)
+    for field in _ATTACKS:
+      changes = fields.get(field, {})
+      if not isinstance(changes, Mapping | ConfigDict):
+        raise UserError(
+          f'threats.{name}.{field} = {changes!r} is not allowed: must be a '
+          "dict of the fields to change, such as {'steps': 10}."
+        )
+    if not isinstance(fields.space, str):
+      raise UserError(
+        f'threats.{name}.space = {fields.space!r} is not allowed: must be the '
+        "name of a space, or 'module:NAME'."
+      )
   for name in config.threats.only:
     check_choice('threats.only', name, names)
     if config.threats.only.count(name) > 1:
       raise UserError(f'threats.only = {config.threats.only!r} repeats {name}.')
   if not names:
     raise UserError('threats is empty: name at least one threat.')
-  try:
-    make_pairs(config)
-    make_pairs(config, 'validation')
-  except UserError:
-    raise
-  except ValueError as error:
-    raise UserError(f'threats: {error}') from error
+  pairs = make_pairs(config), make_pairs(config, 'validation')
+  kinds = [{type(attack) for _, attack in of_phase} for of_phase in pairs]
+  if config.method == 'msd' and attacks.Fab in kinds[0]:
+    raise UserError(
+      "attack.rule = 'fab' is not for the method msd, which climbs: choose "
+      'another rule or method.'
+    )
+  if config.policy.signal == 'loss' and len(kinds[1]) > 1:
+    raise UserError(
+      "policy.signal = 'loss' cannot compare the threats, because only some "
+      'are validated with FAB, which looks for near images and not for high '
+      "losses: set policy.signal='error'."
+    )
   if config.method == 'single':
     check_choice('policy.threat', config.policy.threat, threat_table(config))
 

@@ -27,10 +27,11 @@ _CONFIG = command_line.define_config(
 _WORKDIR = flags.DEFINE_string(
   'workdir', None, 'Folder for the results; runs/<config name> by default.'
 )
+_OF_A_RUN = ('eval', 'export')  # Modes that need a workdir with a run.
 _MODE = flags.DEFINE_enum(
   'mode',
   'train',
-  ['train', 'eval', 'export'],
+  ['train', *_OF_A_RUN],
   'train: train and evaluate. eval: evaluate the run in the workdir, also with '
   'other --config.eval and --config.threats. export: write its network as '
   'safetensors.',
@@ -42,7 +43,8 @@ _DISTRIBUTED = flags.DEFINE_enum(
   'auto',
   ['auto', 'on', 'off'],
   'Whether this is one of several processes. auto detects TPU hosts, SLURM '
-  f'tasks, the flags below and the variables {", ".join(devices.VARIABLES)}.',
+  'tasks, the three flags of processes and the variables '
+  f'{", ".join(devices.VARIABLES)}.',
 )
 _COORDINATOR_ADDRESS = flags.DEFINE_string(
   'coordinator_address', None, 'The address of process 0, host:port.'
@@ -83,7 +85,7 @@ def main(argv: list[str]) -> None:
 
 def default_config(given: dict[str, str]) -> str:
   """Returns the quickstart, or the config of the run in the workdir."""
-  if given.get('mode', 'train') == 'train':
+  if given.get('mode', 'train') not in _OF_A_RUN:
     return str(command_line.CONFIGS / 'quickstart.py')
   if not given.get('workdir'):
     raise UserError('Name the --workdir of a run.')

@@ -98,7 +98,9 @@ def seeds_by_method(
   Only the `several` methods get all seeds, by default all that use several.
   """
   if not words or not all(word.isdecimal() for word in words):
-    raise UserError(f'--seeds={",".join(words)} must be numbers: 0,1,2.')
+    raise UserError(
+      f'--seeds={",".join(words)} must be integers of at least 0: 0,1,2.'
+    )
   for method in several:
     check_choice('--seeds_for', method, table.methods)
   seeds = list(dict.fromkeys(map(int, words)))

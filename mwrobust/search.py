@@ -146,6 +146,11 @@ def parse_radii(words: Sequence[str]) -> dict[str, list[float]]:
   found = {}
   for word in words:
     threat, _, values = word.partition('=')
+    if not values:
+      raise UserError(
+        f'--radii={word} is not allowed: must be a threat with its radii, such '
+        'as dct_l1=2,2.5.'
+      )
     try:
       parse = command_line.NumberParser().parse
       found[threat] = [parse(value) for value in values.split(',')]

@@ -17,8 +17,8 @@ from mwrobust.evaluation import Outcomes
 SIX = ('pixel_linf', 'pixel_l2', 'pixel_l1', 'dct_linf', 'dct_l2', 'dct_l1')
 THREATS = config_lib.make_threats(config_lib.preset('paper', 'mnist'))
 ATTACKS = {
-  'standard': ('apgd-ce', 'apgd-t', 'fab-t', 'square'),
-  'fast': ('apgd-ce', 'apgd-t', 'fab-t'),
+  'standard': ('apgd-ce', 'apgd-t', 'shrink', 'fab-t', 'square'),
+  'fast': ('shrink', 'fab-t'),
   'paper': ('pgd',),
   'paper-20': ('pgd',),
 }

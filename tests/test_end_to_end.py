@@ -205,7 +205,7 @@ def test_the_main_job_ends_with_a_summary_and_leaves_its_results(undisturbed):
     accuracies = row['validation_accuracy']
     worst = min(accuracies, key=accuracies.get)
     assert (
-      f'outer step {row["outer_step"]}/3: validation natural '
+      f'outer step {row["outer_step"]}/3: natural '
       f'{100 * row["natural_accuracy"]:.1f} %, worst {worst} '
       f'{100 * accuracies[worst]:.1f} % (weight {row["weight"][worst]:.2f})'
     ) in result.stderr

@@ -240,11 +240,11 @@ def test_batches_devices_and_types_do_not_matter(examples, outcomes):
 # ------------------------------------------------------------------- protocols
 
 
-def test_the_standard_protocol_is_autoattacks_order():
+def test_the_standard_protocol_is_autoattacks_order_and_shrinking_balls():
   protocol = protocols.make_protocol('standard', classes=10)
-  assert protocol.attacks == ('apgd-ce', 'apgd-t', 'fab-t', 'square')
+  assert protocol.attacks == ('apgd-ce', 'apgd-t', 'shrink', 'fab-t', 'square')
   linf = protocol.stages['linf']
-  assert [attack.tries for attack in linf.values()] == [5, 9, 9, 1]
+  assert [attack.tries for attack in linf.values()] == [5, 9, 9, 9, 1]
   assert protocol.stages['l1']['apgd-ce'].restarts > 5
   assert all(
     stage.radii == (3.0, 2.0, 1.0) for stage in list(linf.values())[:2]

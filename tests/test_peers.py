@@ -85,7 +85,8 @@ def test_autoattacks_order_leaves_no_more_than_the_original(name, norm, digits):
     )
   outcomes = found[-1]
   assert 100 * outcomes.natural.mean() == TINY[name]['natural']
-  for stage, attack in enumerate(theirs['accuracy']):
+  for attack in theirs['accuracy']:
+    stage = outcomes.attacks.index(attack.lower())
     # One image of 100 is within the variation of random starts.
     accuracy = outcomes.accuracies_after(stage)['min']
     assert accuracy <= theirs['accuracy'][attack] + 1

@@ -105,6 +105,13 @@ def test_greedy_picks_the_worst_of_the_last_validation():
   assert probabilities(policy, state) == [1, 0, 0]
 
 
+def test_greedy_can_compare_errors():
+  policy = policies.greedy(2, signal='error')
+  found = policies.Validation(jnp.array([2.0, 1.0]), jnp.array([0.5, 0.4]))
+  state = policy.update(policy.init(), found)
+  assert probabilities(policy, state) == [0, 1]
+
+
 def test_round_robin_visits_all_losses():
   policy = policies.round_robin(K)
   choose = jax.vmap(policy.choose, in_axes=(None, 0, None))

@@ -13,6 +13,7 @@ import pytest
 import scipy.stats
 from browser import browse
 from made import (
+  ATTACKS,
   SIX,
   about,
   ignore,
@@ -118,7 +119,7 @@ def test_the_verdict_is_one_sentence(reported, evaluated):
   _, markdown, told = reported
   natural, union = (percent(evaluated[0], row) for row in ('natural', 'union'))
   sentence = (
-    f'Of 40 test images {natural:.1f} % are classified correctly; {union:.1f} '
+    f'Of 40 test images, {natural:.1f} % are classified correctly; {union:.1f} '
     '% stay correct whatever any of the six threats does.'
   )
   assert words_of(section(markdown, 'Verdict')).startswith(sentence)
@@ -143,7 +144,7 @@ def test_threats_are_counted_in_words(count, words):
 
 def test_large_numbers_have_commas():
   outcomes = make_outcomes(count=1000)
-  assert sections.verdict(outcomes).startswith('Of 1,000 test images 90.0 % ')
+  assert sections.verdict(outcomes).startswith('Of 1,000 test images, 90.0 % ')
 
 
 def test_the_accuracies_are_those_of_the_outcomes(reported, evaluated):
@@ -164,7 +165,7 @@ def test_the_accuracies_are_those_of_the_outcomes(reported, evaluated):
       assert low == pytest.approx(100 * interval.low, abs=0.051)
       assert high == pytest.approx(100 * interval.high, abs=0.051)
   assert list(after) == list(ROWS[:-1])
-  assert [*after['union']][1:] == ['apgd-ce', 'apgd-t', 'fab-t', 'square']
+  assert tuple(after['union'])[1:] == ATTACKS['standard']
   assert after['union']['square'] == f'{percent(evaluated[0], "union"):.1f}'
 
 
@@ -187,7 +188,8 @@ def test_a_weaker_protocol_is_said_to_be_one(reported, evaluated):
 
 
 @pytest.mark.parametrize(
-  ('by', 'masks'), [(0, False), (1, False), (2, True), (3, True)]
+  ('by', 'masks'),
+  [(0, False), (1, False), (2, False), (3, True), (4, True)],
 )
 def test_masking_is_said_first(by, masks, tmp_path):
   outcomes = make_outcomes(by=by)
@@ -286,9 +288,9 @@ def test_the_cost_is_that_of_the_outcomes(reported):
   _, markdown, _ = reported
   (cost,) = tables_of(section(markdown, 'Cost'))
   assert list(cost) == ['standard', 'paper', 'the radii']
-  # Six threats, four attacks of ten steps each, forty images.
-  assert cost['standard']['gradients'] == '5,760 (60 % of 9,600)'
-  assert cost['standard']['other forward passes'] == '960 (200 % of 480)'
+  # Six threats, five attacks of ten steps each, forty images.
+  assert cost['standard']['gradients'] == '7,200 (60 % of 12,000)'
+  assert cost['standard']['other forward passes'] == '1,200 (167 % of 720)'
   assert cost['paper']['other forward passes'] == '240 (-)'
 
 
@@ -394,8 +396,8 @@ def test_the_training_is_that_of_the_metrics(reported_run):
     *('Mult. weights, seed 0', '37,035', '3:00')
   ]
   # Each network under two protocols (an ensemble of two counts twice), and the
-  # curve: 40 or 20 images, 6 threats, 4, 1 or 3 attacks, 6 gradients each.
-  spent = (1 + 1 + 2) * 40 * 6 * (4 + 1) * 6 + 20 * 18 * 3 * 6
+  # curve: 40 or 20 images, 6 threats, 5, 1 or 2 attacks, 6 gradients each.
+  spent = (1 + 1 + 2) * 40 * 6 * (5 + 1) * 6 + 20 * 18 * 2 * 6
   assert cells['evaluation, gradients'] == f'{spent:,}'
   page = (workdir / 'report.html').read_text()
   assert 'Mini batches of each threat' in page
@@ -718,6 +720,7 @@ def test_methods_have_columns_of_their_own(merged, tmp_path):
     for method, title in titles.items()
   }
   # The most robust first.
+  said = words_of(said)
   places = [said.index(title) for title in unions if title in said]
   assert len(places) == 3
   assert sorted(unions, key=unions.get, reverse=True) == sorted(

@@ -29,7 +29,7 @@ once before:
 The attacks, for every norm and space:
 
   pgd(40), slide(100)                the paper's; the last iterate is the result
-  momentum(10)                       for training: few steps, hard to fool
+  momentum(20)                       in shrinking balls: few steps, hard to fool
   apgd(100, loss='ce')               AutoAttack's APGD
   apgd(100, loss='dlr', targets=9)   the same, towards each of nine classes
   fab(100, targets=9)                the nearest decision boundary

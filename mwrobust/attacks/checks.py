@@ -7,6 +7,7 @@ be seen outside `jax.jit`; `check` checks them there.
 import math
 import numbers
 from collections.abc import Callable, Iterable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -85,14 +86,15 @@ def check_batch(images, labels, ids, scale):
     f'images are {images.dtype} {list(images.shape)}: must be float32 '
     '[B, H, W, C] in [0, 1].',
   )
-  _, height, width, channels = images.shape
+  count, height, width, channels = images.shape
+  require(count > 0, 'images are empty: there is nothing to attack.')
   require(
     not (height in (1, 3) and channels > 4 and width > 4),
     f'images are {list(images.shape)}, which looks like [B, C, H, W]: must be '
     '[B, H, W, C]. Pass images.transpose(0, 2, 3, 1), and transpose back '
     'inside logits_fn.',
   )
-  if is_concrete(images) and images.size:
+  if is_concrete(images):
     lowest, highest = _range(images)
     require(
       lowest >= 0 and highest <= 1,
@@ -175,7 +177,7 @@ def check(
   images,
   labels,
   logits_fn: Callable[[Array], Array] | None = None,
-  threats: Iterable = (),
+  threats: Any = (),
 ) -> None:
   """Checks the values that an attack inside `jax.jit` cannot see.
 
@@ -187,12 +189,17 @@ def check(
     labels: must be integers [B], below the number of logits if `logits_fn` is
       given.
     logits_fn: the network; it is called on the images.
-    threats: `Threat`s whose spaces must be invertible on these images.
+    threats: a `Threat`, or several, whose spaces must be invertible on these
+      images.
   """
   images, labels, _, _ = check_batch(images, labels, None, 1.0)
   if logits_fn is not None:
     check_logits(logits_fn(images), labels)
-  for threat in threats:
+  for threat in [threats] if hasattr(threats, 'space') else threats:
+    require(
+      hasattr(threat, 'space'),
+      f'threats contains {threat!r}: must be an attacks.Threat.',
+    )
     space = spaces.get(threat.space)
     check_space(space, jax.ShapeDtypeStruct(images.shape[1:], images.dtype))
     coefficients = jax.vmap(space.forward)(images)

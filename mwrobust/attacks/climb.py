@@ -5,7 +5,7 @@ the network, and lets the rule choose the next point.
 """
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -28,6 +28,10 @@ Array = jax.Array
 
 RESULTS = ('last', 'highest', 'fooling')
 _SPREAD = 40.0  # See `Plan`.
+# Balls that shrink from 6 eps to eps in equal ratios. Where gradients are
+# masked, a climb that follows them ends at a far higher loss than one that
+# starts near the image, or jumps from 3 eps to eps.
+SHRINKING = tuple(round(6 ** (i / 7), 2) for i in range(7, -1, -1))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -72,9 +76,13 @@ class Ascent:
     check_choice('loss', self.loss, LOSSES)
     check_count('targets', self.targets, lowest=0)
     check_count('restarts', self.restarts)
-    object.__setattr__(self, 'radii', tuple(self.radii))
+    is_list = isinstance(self.radii, Iterable)
+    object.__setattr__(
+      self, 'radii', tuple(self.radii) if is_list else self.radii
+    )
     require(
-      bool(self.radii)
+      is_list
+      and bool(self.radii)
       and all(map(is_real, self.radii))
       and self.radii[-1] == 1
       and all(1 <= radius < 1e6 for radius in self.radii)
@@ -159,23 +167,28 @@ def momentum(
   *,
   percentile: float = 99.0,
   loss: str = 'ce',
-  radii: Sequence[float] = (2.0, 1.0),
+  radii: Sequence[float] | None = None,
   random_start: bool = True,
   restarts: int = 1,
+  result: str = 'last',
 ) -> Ascent:
-  """Returns PGD with momentum and decaying steps that starts in a larger ball.
+  """Returns PGD with momentum in balls that shrink to the threat's own.
 
   A network trained against few steps learns to misdirect them; these steps are
-  harder to misdirect than those of `pgd`. See `Ascent` for the arguments.
+  harder to misdirect than those of `pgd` and `apgd`. See `Ascent` for the
+  arguments; `radii` are by default `SHRINKING`, or the last of them if there
+  are fewer steps.
   """
+  check_count('steps', steps)
   return Ascent(
     rule='momentum',
     steps=steps,
     loss=loss,
-    radii=radii,
+    radii=SHRINKING[-steps:] if radii is None else radii,
     restarts=restarts,
     percentile=percentile,
     random_start=random_start,
+    result=result,
   )
 
 

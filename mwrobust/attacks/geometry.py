@@ -18,7 +18,7 @@ from mwrobust.attacks.spaces import PIXEL, Space
 Array = jax.Array
 
 _EDGE = 1e-6  # A pixel this close to 0 or 1 counts as at the edge.
-_ROUNDS = 10  # Dykstra's rounds. On linear models, more gain nothing.
+_ROUNDS = 10  # Dykstra's rounds. More rounds gain nothing on linear models.
 
 
 class Domain(NamedTuple):

@@ -196,7 +196,7 @@ def _apgd_update(
   With l1 there is no momentum, and the checks adapt the sparsity of the steps.
   """
   best = _where(point.loss > state.best.loss, point, state.best)
-  rises = state.rises + (point.loss > state.last_loss)
+  rises = state.rises + (point.loss > state.last_loss).astype(jnp.float32)
   state = state._replace(best=best, last_loss=point.loss, rises=rises)
 
   # `checks` and `renews` are the same for the whole batch, so the `cond` stays

@@ -54,7 +54,7 @@ class Square:
 
   @property
   def stops_early(self) -> bool:
-    """True: the attack skips examples that are already fooled."""
+    """Whether it skips examples that are already fooled; always True."""
     return True
 
   def prepare(self, problem: Problem, eps: float, norm: norms.Norm):

@@ -73,6 +73,10 @@ def _pairs(threats, attacks) -> list[Pair]:
   if attacks is not None:
     many = [attacks] * len(pairs) if isinstance(attacks, Attack) else attacks
     require(
+      isinstance(many, Sequence),
+      f'attacks={many!r} is not allowed: must be one attack, or a list.',
+    )
+    require(
       len(many) == len(pairs),
       f'attacks has {len(many)} entries: must be one attack, or one for each '
       f'of the {len(pairs)} threats.',

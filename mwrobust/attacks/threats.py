@@ -39,6 +39,7 @@ class Threat:
     space = spaces.get(self.space)
     check_choice('norm', self.norm, norms.NORMS)
     check_radius('eps', self.eps)
+    object.__setattr__(self, 'eps', float(self.eps))  # Or a NumPy scalar.
     check_choice('clip', self.clip, CLIPS)
     require(
       self.clip != 'strict' or space.orthonormal,

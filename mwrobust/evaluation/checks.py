@@ -14,8 +14,8 @@ from mwrobust.evaluation.outcomes import Outcomes
 
 POINTS = 0.2  # Up to so many percentage points, nothing is reported.
 _FEWEST = 3  # Nor for fewer images: single ones fall by chance.
-# A ball is large from this share of the longest distance in [0, 1]^d on: there
-# attacks that work leave no image correct.
+# A ball counts as large if its radius is at least this share of the longest
+# distance in [0, 1]^d. Attacks that work leave no image correct there.
 _LARGE = {'linf': 0.5, 'l2': 0.1, 'l1': 0.05}
 _ADVICE = "Report the figures of protocol='standard'."
 
@@ -157,7 +157,7 @@ def _gradient_free(outcomes: Outcomes, last_gradient: int) -> Check:
 
 
 def _weak_protocol(outcomes: Outcomes, climbs: list[int]) -> Check:
-  """Fails: without attacks of two kinds, masked gradients stay unseen."""
+  """Returns a failed check: only attacks of two kinds reveal masking."""
   protocol = outcomes.settings['protocol']
   if climbs:
     finding = (

@@ -38,6 +38,7 @@ _OF_TRACING = (
 # The relative difference of two logits that bfloat16 rounds differently. Batch
 # statistics, dropout and noise change them much more.
 _ROUNDING = 0.01
+_SUMMARIES = ('natural', 'min', 'union')  # See `Outcomes.accuracies`.
 _LOOKED_AT = 8  # The number of images on which spaces are tested.
 
 
@@ -61,6 +62,13 @@ def check_count(field: str, value: Any, lowest: int) -> None:
     is_integer and value >= lowest,
     f'{field}={value!r} is not allowed: must be an integer >= {lowest}.',
   )
+
+
+def check_seed(seed: Any) -> int:
+  """Returns the seed as an integer, or raises a UserError."""
+  check_count('seed', seed, lowest=0)
+  require(seed < 2**32, f'seed={seed!r} is not allowed: must be < 2**32.')
+  return int(seed)
 
 
 def check_radii(radii: Any) -> list[float]:
@@ -95,7 +103,10 @@ def check_about(about: Any) -> dict[str, Any]:
 
 def check_examples(images: Any, labels: Any) -> Examples:
   """Returns the examples as NumPy arrays, or raises a UserError."""
-  images, labels = np.asarray(images), np.asarray(labels)
+  try:
+    images, labels = np.asarray(images), np.asarray(labels)
+  except ValueError as error:  # Such as lists of several lengths.
+    raise UserError(f'images or labels are not arrays: {error}') from error
   require(
     images.ndim == 4,
     f'images have shape {list(images.shape)}: must be [N, H, W, C]'
@@ -150,6 +161,11 @@ def check_examples(images: Any, labels: Any) -> Examples:
     len(labels) == count,
     f'labels has {len(labels)} entries for {count} images: must be one each.',
   )
+  bad = (labels < 0) | (labels > np.iinfo(np.int32).max)
+  require(
+    not bad.any(),
+    f'labels contain {labels[bad][:1]}: they must be classes, from 0.',
+  )
   return Examples(images, labels.astype(np.int32))
 
 
@@ -173,6 +189,11 @@ def check_threats(
     )
   names = [threat.name for threat in threats]
   for name in names:
+    require(
+      name not in _SUMMARIES,
+      f'A threat has the name {name!r}, which is that of a row of every table: '
+      "give it another, Threat(..., name='...').",
+    )
     require(
       names.count(name) == 1,
       f'threats has {name!r} twice: remove one, or give them different '
@@ -276,7 +297,7 @@ def check_logits(
     f'images, first for image {int(bad.argmax())}: they must be finite.',
   )
   require(
-    not ((logits >= 0).all() and np.allclose(logits.sum(axis=1), 1, atol=1e-3)),
+    not ((logits >= 0).all() and np.allclose(logits.sum(axis=1), 1, atol=0.02)),
     'logits_fn returned probabilities: they are positive and sum to 1. Return '
     'the logits before the softmax; otherwise the attacks climb a softmax of a '
     'softmax, whose gradients vanish.',

@@ -2,8 +2,8 @@
 
 An example that was fooled under a threat is not attacked there again; the
 others are packed into full batches before each try. An example's randomness
-comes from its own id, so the result is the same as if every example met every
-try of every attack.
+comes from its own id, so the result is the same as if every try of every
+attack were run on every example.
 """
 
 import contextlib
@@ -86,7 +86,7 @@ def evaluate(
       evaluation.
   """
   inputs.check_count('batch_size', batch_size, lowest=1)
-  inputs.check_count('seed', seed, lowest=0)
+  seed = inputs.check_seed(seed)
   inputs.check_count('pictures', pictures, lowest=0)
   radii, about = inputs.check_radii(radii), inputs.check_about(about)
   examples = inputs.check_examples(images, labels)
@@ -174,10 +174,12 @@ def _settings(
     'seed': seed,
     'data': {
       'images': list(examples.images.shape),
+      'dtype': str(examples.images.dtype),
       'sha256': digest.hexdigest(),
     },
   }
-  return json.loads(json.dumps(settings))
+  # Attacks may hold NumPy scalars.
+  return json.loads(json.dumps(settings, default=lambda scalar: scalar.item()))
 
 
 # --------------------------------------------------------------------- resume
@@ -233,7 +235,7 @@ def _differences(there: Any, here: Any, field: str = '') -> Iterator[str]:
 def _short(value: Any) -> str:
   if isinstance(value, list) and value and isinstance(value[0], dict):
     return ', '.join(str(item.get('name', item)) for item in value)
-  return repr(value)[:80]
+  return repr(value)[:24]  # So that a line shows both values.
 
 
 # ------------------------------------------------------------------- the loop
@@ -348,5 +350,5 @@ def _shown(
       at = ends[done] + share * (ends[done + 1] - ends[done])
       progress.update(float(at), note)
       yield
-    if note:  # The last rounds are empty if every example has fallen.
+    if note:  # The last rounds are empty if every example is fooled.
       progress.update(total, note)

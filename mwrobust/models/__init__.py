@@ -134,9 +134,7 @@ def _check_options(
       raise UserError(
         f'model.options has {option!r}, but {name} has no options: remove it.'
       )
-    check_choice(
-      f'The option of model {name!r} in model.options', option, fields
-    )
+    check_choice(f'an option of {name} in model.options', option, fields)
   missing = [
     name
     for name, field in fields.items()

@@ -60,9 +60,6 @@ def page(title: str, sections: Sequence[tuple[str, str]]) -> str:
   """Returns the whole document, to be written as UTF-8.
 
   A section is a heading (text) and what is below it (HTML).
-
-  Returns:
-    The page, to be written as UTF-8.
   """
   links, body = '', ''
   for i, (heading, content) in enumerate(sections, 1):

@@ -81,7 +81,8 @@ def shown(outcomes: Outcomes, with_protocol: bool = True) -> Part:
 def images(outcomes: Outcomes) -> str:
   """Returns the number and split of the images: `'1,000 test images'`."""
   split = outcomes.settings.get('split', 'test')  # Only runs have this field.
-  return f'{len(outcomes.labels):,} {split} images'
+  count = len(outcomes.labels)
+  return f'{count:,} {split} image{"s" * (count != 1)}'
 
 
 # ------------------------------------------------------------------ the verdict
@@ -91,7 +92,7 @@ def verdict(outcomes: Outcomes) -> str:
   """Returns the result in one sentence."""
   accuracies = outcomes.accuracies()
   return (
-    f'Of {images(outcomes)} {accuracies["natural"]:.1f} % '
+    f'Of {images(outcomes)}, {accuracies["natural"]:.1f} % '
     f'are classified correctly; {accuracies["union"]:.1f} % stay correct '
     f'{whatever(outcomes.threats)}.'
   )

@@ -182,8 +182,8 @@ def merged_verdict(merged: Sequence[Run]) -> str:
   whatever = sections.whatever(first.threats)
   methods = ', '.join(words for _, words in sorted(found, reverse=True))
   return (
-    f'Of {sections.images(first)} stay correct {whatever}, in % (protocol '
-    f'{protocol}): {methods}.'
+    f'Percentage of {sections.images(first)} that stay correct {whatever} '
+    f'(protocol {protocol}): {methods}.'
   )
 
 

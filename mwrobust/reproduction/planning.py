@@ -252,8 +252,9 @@ def announce(planned: Sequence[PlannedRun], say: Callable[[str], None]) -> None:
   seconds = seconds_per_gradient(planned[0].config)
   time_left = (
     f'{1 / seconds:,.0f} gradient evaluations per second, measured on one '
-    f'device ({jax.devices()[0].device_kind}): at most about '
-    f'{format_duration(left * seconds)} left in total.'
+    f'device ({jax.devices()[0].device_kind}): about '
+    f'{format_duration(left * seconds)} left in total if no image is fooled '
+    'early, besides compilation.'
   )
   say(textwrap.fill(time_left, width=80))
 

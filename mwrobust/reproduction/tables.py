@@ -285,10 +285,13 @@ def setting_parts(
     for method, own in fields.items()
     if own == chosen.settings.get(method)
   ]
-  caption = 'Not chosen by a search.'
+  caption = 'These settings were not chosen by a search.'
   if titles:
-    whose = 'All' if len(titles) == len(fields) else f'Only {", ".join(titles)}'
-    caption = f'{whose}: chosen {chosen.how}.'
+    is_all = len(titles) == len(fields)
+    whose = 'The settings of all methods'
+    if not is_all:
+      whose = f'Only the settings of {", ".join(titles)}'
+    caption = f'{whose} were chosen {chosen.how}.'
   return [*parts, document.table(['method', *names], rows, caption)]
 
 

@@ -61,6 +61,8 @@ def read_npz(
       for name in names:
         with archive.open(members[name]) as array:
           arrays.append(npy.read_array(array, allow_pickle=False))
+  except FileNotFoundError as error:
+    raise UserError(f'{source} does not exist.') from error
   except Exception as error:  # A damaged archive raises many kinds.
     raise UserError(
       f'{source} cannot be read ({error}): it must be an .npz file of plain '

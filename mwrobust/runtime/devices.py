@@ -176,7 +176,7 @@ def split_rows(rows: np.ndarray, *arrays: np.ndarray) -> tuple[jax.Array, ...]:
 def by_example(
   function: Callable[[Any, Any], Any],
 ) -> Callable:
-  """Runs `function(shared, batch)` on each device with its part of the batch.
+  """Makes `function(shared, batch)` run on each device with a part of a batch.
 
   For functions that treat each example by itself, such as attacks: no device
   waits for another inside their loops.

@@ -81,7 +81,9 @@ class Progress:
     self._stream = stream
     self._clock = clock
     self._live = self._stream.isatty()
-    self._first: tuple[float, float] | None = None  # (step, seconds) at first
+    self._first: tuple[float, float] | None = (
+      None  # The step and the seconds of the first update
+    )
     self._last = (start, clock())  # (step, seconds) of the last update
     self._note = ''
     self._bar = ''  # What the last line of the terminal shows now.

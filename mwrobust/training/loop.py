@@ -7,6 +7,7 @@ the same parameters, bit for bit, because everything random is a function of
 """
 
 import contextlib
+import textwrap
 import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -385,7 +386,7 @@ class _Log(contextlib.AbstractContextManager):
     )
     worst = int(np.argmin(accuracies))
     self.progress.say(
-      f'outer step {t + 1}/{job.config.train.T}: validation natural '
+      f'outer step {t + 1}/{job.config.train.T}: natural '
       f'{100 * measured.natural:.1f} %, worst {job.names[worst]} '
       f'{100 * accuracies[worst]:.1f} % (weight {weights[worst]:.2f})'
     )
@@ -397,9 +398,8 @@ class _Log(contextlib.AbstractContextManager):
       if game.attack_is_fooled(reached, possible)
     ]
     if fooled:
-      self.progress.say(
-        f'the network fools the training attack under {", ".join(fooled)}'
-      )
+      words = 'the network fools the training attack under '
+      self.progress.say(textwrap.fill(words + ', '.join(fooled), 80))
 
   def _by_name(self, values) -> dict[str, Any]:
     return dict(zip(self.job.names, np.asarray(values).tolist(), strict=True))

@@ -168,18 +168,22 @@ def multiplicative_weights(
 
 
 class GreedyState(NamedTuple):
-  """The losses of the last validation."""
+  """The losses, or errors, of the last validation."""
 
   losses: Array
 
 
-def greedy(k: int) -> Policy:
-  """Makes the policy of the worst loss at the last validation (ALG:greedy)."""
+def greedy(k: int, signal: str = 'loss') -> Policy:
+  """Makes the policy of the worst loss at the last validation (ALG:greedy).
+
+  With the signal `'error'`, of the lowest accuracy.
+  """
+  check_choice('signal', signal, SIGNALS)
   return Policy(
     init=lambda: GreedyState(jnp.zeros(k)),
     probabilities=lambda state, step: jax.nn.one_hot(state.losses.argmax(), k),
     update=lambda state, validation: GreedyState(
-      jnp.asarray(validation.losses)
+      jnp.asarray(signal_of(signal, *validation))
     ),
     validates_first=True,
   )
@@ -388,7 +392,7 @@ def make(
     name: One of the policies above.
     k: The number of threats.
     eta: For `multiplicative_weights`.
-    signal: For `multiplicative_weights` and `ucb`.
+    signal: For `multiplicative_weights`, `greedy` and `ucb`.
     memory: For `multiplicative_weights`.
     index: For `single`.
     decay: For `e_at`.
@@ -402,7 +406,7 @@ def make(
     'multiplicative_weights': lambda: multiplicative_weights(
       k, eta, signal, memory
     ),
-    'greedy': lambda: greedy(k),
+    'greedy': lambda: greedy(k, signal),
     'round_robin': lambda: round_robin(k),
     'single': lambda: single(k, index),
     'uniform': lambda: uniform(k),

@@ -154,6 +154,7 @@ def prepare(config: ml_collections.ConfigDict) -> Job:
   )
   image_shape = dataset.train.images.shape[1:]
   _check_model(config, model, image_shape)
+  config_lib.check_targets(config, dataset.num_classes)
   pairs = config_lib.make_pairs(config)
   kind, _ = config_lib.METHODS[config.method]
   adversary = make_adversary(kind, pairs)
@@ -265,6 +266,12 @@ def _check_model(config, model, image_shape: tuple[int, ...]) -> None:
       f'model.options = {config.model.options.to_dict()} are not valid for '
       f'{config.model.name} and images {image_shape}: {error}'
     ) from error
+  collections = set(variables)
+  if not {'params'} <= collections <= {'params', 'batch_stats'}:
+    raise UserError(
+      f'model.name = {config.model.name!r} has the collections '
+      f'{sorted(collections)}: it must have params, and may have batch_stats.'
+    )
   if 'recalibrated' in config.eval.others and 'batch_stats' not in variables:
     raise UserError(
       f"eval.others has 'recalibrated', but {config.model.name} has no "
@@ -351,7 +358,7 @@ def _why_not_longer(
   """Returns why a run of fields that differ cannot be extended, or ''."""
   lengths = ('train.T', 'train.budget')
   is_longer = all(
-    field in lengths and value < config_lib.get(config, field)
+    field in lengths and 0 < value < config_lib.get(config, field)
     for field, value in before.items()
   )
   reasons = _depend_on_length(config)
