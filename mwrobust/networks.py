@@ -11,6 +11,7 @@ NAME.json          the model card: config, data, measured figures
 
 import functools
 import json
+import operator
 import os
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -53,9 +54,9 @@ def load(
     card = json.loads(of_card.read_text())
     name = card['config']['model']['name']
     options = {
-      'num_classes': card['classes'],
-      'mean': card['input']['mean'],
-      'std': card['input']['std'],
+      'num_classes': operator.index(card['classes']),
+      'mean': tuple(map(float, card['input']['mean'])),
+      'std': tuple(map(float, card['input']['std'])),
       **card['config']['model']['options'],
     }
     is_own = ':' in name

@@ -164,7 +164,7 @@ def test_it_shows_progress_with_the_time_left(interrupted, evaluated):
   _, second, _ = evaluated
   lines = second.splitlines()
   assert '100%' in lines[-1]
-  assert any(line.startswith('after apgd-ce:') for line in lines)
+  assert any(line.startswith('after shrink:') for line in lines)
   for line in [*first.splitlines(), *lines]:
     assert 'pixel_linf' in line or line.startswith('after')
   assert ' left' in first + second

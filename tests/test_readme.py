@@ -71,6 +71,14 @@ def test_attacks_as_functions(names):
   assert found.shape == names['images'].shape
 
 
+def test_networks_are_loaded_as_printed():
+  exported = ROOT / 'results' / 'networks' / 'balanced_multiplicative_weights'
+  names = {'images': np.zeros((2, 28, 28, 1), np.float32)}
+  block = block_with('networks.load').replace('RUN/export/model', str(exported))
+  exec(block, names)
+  assert names['logits'].shape == (2, names['card']['classes'])
+
+
 @pytest.mark.parametrize('command', COMMANDS, ids=' '.join)
 def test_commands_name_what_is_there(command):
   _, _, module, *words = command

@@ -161,10 +161,10 @@ def check_examples(images: Any, labels: Any) -> Examples:
     len(labels) == count,
     f'labels has {len(labels)} entries for {count} images: must be one each.',
   )
-  bad = (labels < 0) | (labels > np.iinfo(np.int32).max)
+  low, high = int(labels.min()), int(labels.max())
   require(
-    not bad.any(),
-    f'labels contain {labels[bad][:1]}: they must be classes, from 0.',
+    low >= 0 and high < 2**31,  # Larger ones would wrap around.
+    f'labels lie in [{low}, {high}]: must be classes, the first of which is 0.',
   )
   return Examples(images, labels.astype(np.int32))
 

@@ -49,7 +49,7 @@ from typing import Any
 import flax
 import flax.linen as nn
 
-from mwrobust.errors import UserError, check_choice
+from mwrobust.errors import UserError, check_choice, did_you_mean
 from mwrobust.models import own
 from mwrobust.models.cnn import CNN
 from mwrobust.models.maini import MainiCNN
@@ -134,7 +134,11 @@ def _check_options(
       raise UserError(
         f'model.options has {option!r}, but {name} has no options: remove it.'
       )
-    check_choice(f'an option of {name} in model.options', option, fields)
+    if option not in fields:
+      raise UserError(
+        f'There is no model.options.{option}.{did_you_mean(option, fields)} '
+        f'The options of {name} are {", ".join(fields)}.'
+      )
   missing = [
     name
     for name, field in fields.items()
