@@ -229,7 +229,7 @@ def test_unknown_names_and_options_are_explained():
     UserError, match=r"model\.name = 'x'.*Choose one of: cnn, "
   ):
     models.create('x', **common)
-  with pytest.raises(UserError, match=rr"model\.options\.widht.*'width'"):
+  with pytest.raises(UserError, match=r"model\.options\.widht.*'width'"):
     models.create('resnet_v1_50', widht=8, **common)
 
 
