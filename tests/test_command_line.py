@@ -176,3 +176,27 @@ def test_the_oldest_compiled_programs_are_deleted_beyond_the_limit(tmp_path):
     'older-cache',
   }
   command_line.limit_cache(tmp_path / 'missing', 250)
+
+
+@pytest.mark.parametrize(
+  ('field', 'said'),
+  [
+    ('data', 'data.name'),
+    ('model.width', "'model.options.width'"),
+    ('train.epochs', 'train.r'),
+  ],
+)
+def test_a_group_is_no_field(field, said):
+  with pytest.raises(UserError, match=re.escape(f'config.{field}')) as caught:
+    config_lib.check_field(field)
+  assert said in str(caught.value)
+
+
+def test_what_a_flag_must_be_is_said():
+  for parser, word in (
+    (command_line.NumberParser(), 'number'),
+    (command_line.IntegerParser(), 'integer'),
+    (command_line.BooleanParser(), 'true'),
+  ):
+    with pytest.raises(ValueError, match=word):
+      parser.parse('abc')

@@ -133,6 +133,8 @@ def test_the_presets_hold_the_numbers_of_the_paper_and_of_the_code():
     ('threats.only', ('dct_l3',), "'dct_l"),
     ('threats.only', ('dct_l1', 'dct_l1'), ''),
     ('threats.dct_l1.attack', {'step': 3}, "'threats.dct_l1.attack.steps'"),
+    ('threats.dct_l1.validation_attack', 5, 'dict'),
+    ('threats.dct_l1.space', 5, 'module:NAME'),
     ('validation_attack', {'step': 3}, "'validation_attack.steps'"),
     ('attack.restarts', 0, '1'),
     ('attack.rule', 'fgsm', 'apgd'),
@@ -289,6 +291,33 @@ def test_a_bad_change_of_the_attack_is_named(group, name, value):
     config_lib.validate(config)
   said = str(caught.value).replace(' ', '')
   assert said.startswith(f'{group}.{name}={value!r}')
+
+
+def test_near_images_are_not_compared_with_high_losses():
+  config = load('mnist')
+  fab = {'rule': 'fab', 'targets': 3}
+  config.threats.dct_l1.validation_attack = fab
+  with pytest.raises(UserError, match=r"policy\.signal = 'loss'"):
+    config_lib.validate(config)
+  config.policy.signal = 'error'
+  config_lib.validate(config)
+  config_lib.check_targets(config, num_classes=4)
+  with pytest.raises(
+    UserError, match=r'threats\.dct_l1\.validation_attack\.targets = 3'
+  ):
+    config_lib.check_targets(config, num_classes=3)
+  config.threats.dct_l1.validation_attack = {'rule': 'fab'}
+  with pytest.raises(
+    UserError, match=r'^threats\.dct_l1\.validation_attack\.targets=0'
+  ):
+    config_lib.validate(config)
+
+
+def test_msd_climbs():
+  config = load('mnist')
+  config.method, config.attack.rule, config.attack.targets = 'msd', 'fab', 1
+  with pytest.raises(UserError, match=r"attack\.rule = 'fab'"):
+    config_lib.validate(config)
 
 
 def test_an_attack_may_start_more_than_once():

@@ -636,6 +636,15 @@ def test_the_cost_is_that_of_an_image_that_survives(capsys):
   assert 'd ' in seen[1e12].splitlines()[-1]  # Days.
 
 
+def test_numpy_scalars_are_numbers(examples):
+  threat = attacks.Threat(norm='linf', eps=np.float32(0.1))
+  protocol = [attacks.fab(2, targets=np.int64(1))]
+  images, labels = (array[:4] for array in examples)
+  args = logits_fn, images, labels, threat
+  found = quietly(*args, params=weights(), protocol=protocol, seed=np.int64(3))
+  assert found.complete
+
+
 def test_a_torn_file_is_named(tmp_path, examples):
   (tmp_path / evaluation.FILE).write_bytes(b'PK torn')
   with pytest.raises(UserError, match=evaluation.FILE):
@@ -763,6 +772,19 @@ IMAGES, LABELS = make_examples(6)
     bad('about .*tolist', about={'mean': np.zeros(3)}),
     bad('batch_size', batch_size=0),
     bad('seed', seed=-1),
+    bad('seed', seed=2**40),
+    bad('images or labels are not arrays', images=[[1], [1, 2]]),
+    bad(r'labels lie in \[4294967296', labels=LABELS.astype(np.int64) + 2**32),
+    bad('targets=9', protocol=[attacks.fab(3, targets=9)]),
+    bad(
+      "name 'union'", threats=attacks.Threat(norm='l2', eps=1.0, name='union')
+    ),
+    bad(
+      'bfloat16|probabilities',
+      logits_fn=lambda x: jax.nn.softmax(
+        logits_fn(weights(), x).astype(jnp.bfloat16)
+      ),
+    ),
     bad('colour', threats=attacks.Threat(space='colour', norm='l2', eps=1)),
   ],
 )
