@@ -65,6 +65,7 @@ def make_outcomes(
         'attacks': {
           name: {
             'attack': KINDS.get(name, 'Ascent'),
+            'radii': [6.0, 1.0] if name == 'shrink' else [1.0],
             'steps': 10,
             'tries': 1,
             'evaluations': [10, int(a > 1)],

@@ -189,7 +189,7 @@ def test_a_weaker_protocol_is_said_to_be_one(reported, evaluated):
 
 @pytest.mark.parametrize(
   ('by', 'masks'),
-  [(0, False), (1, False), (2, False), (3, True), (4, True)],
+  [(0, False), (1, False), (2, True), (3, True), (4, True)],
 )
 def test_masking_is_said_first(by, masks, tmp_path):
   outcomes = make_outcomes(by=by)

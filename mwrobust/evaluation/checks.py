@@ -17,6 +17,7 @@ _FEWEST = 3  # Nor for fewer images: single ones fall by chance.
 # A ball counts as large if its radius is at least this share of the longest
 # distance in [0, 1]^d. Attacks that work leave no image correct there.
 _LARGE = {'linf': 0.5, 'l2': 0.1, 'l1': 0.05}
+_NEAR = 3  # In multiples of eps: the largest balls that APGD begins in.
 _ADVICE = "Report the figures of protocol='standard'."
 
 
@@ -53,17 +54,17 @@ def checks(outcomes: Outcomes, curve: Outcomes | None = None) -> list[Check]:
         'training did.',
       )
     ]
-  kinds = [
-    attack['attack']
-    for attack in outcomes.settings['threats'][0]['attacks'].values()
-  ]
+  attacks = list(outcomes.settings['threats'][0]['attacks'].values())
+  kinds = [attack['attack'] for attack in attacks]
   climbs = _places(kinds, 'Ascent')
+  # Climbs that begin far away are less misdirected, as are other attacks.
+  near = [i for i in climbs if max(attacks[i].get('radii', [1])) <= _NEAR]
   gradients = _places(kinds, 'Ascent', 'Fab')
   found = [_inside(outcomes)]
   if gradients:
     found.append(_zero_gradients(outcomes))
   if climbs and climbs[-1] + 1 < len(kinds):
-    found.append(_later_attacks(outcomes, climbs[-1]))
+    found.append(_later_attacks(outcomes, (near or climbs)[-1]))
   else:
     found.append(_weak_protocol(outcomes, climbs))
   if gradients and gradients[-1] + 1 < len(kinds):
@@ -119,12 +120,13 @@ def _gain(outcomes: Outcomes, after: int) -> tuple[float, str, str]:
   before = outcomes.correct_after(after).mean(axis=1)
   gains = 100 * (before - outcomes.correct.mean(axis=1))
   worst = int(gains.argmax())
-  names = ' and '.join(outcomes.attacks[after + 1 :])
+  *others, last = outcomes.attacks[after + 1 :]
+  names = f'{", ".join(others)} and {last}' if others else last
   return float(gains[worst]), outcomes.threats[worst], names
 
 
 def _later_attacks(outcomes: Outcomes, last_climb: int) -> Check:
-  """Checks how much other attacks find after all gradient climbs.
+  """Checks how much other attacks find after the gradient climbs from nearby.
 
   Later attacks are expected to find a little more, and a few points more if
   they are the first that aim at single classes. Much more means that the
@@ -136,8 +138,8 @@ def _later_attacks(outcomes: Outcomes, last_climb: int) -> Check:
   return Check(
     'gradient masking',
     _are_few(points, outcomes, 3 if aimed else 10),
-    f'After the gradient climbs, {names} lowered the accuracy by {points:.1f} '
-    f'more points, under {threat}.',
+    f'After the first gradient climbs, {names} lowered the accuracy by '
+    f'{points:.1f} more points, under {threat}.',
     'The network may mask its gradients there. The figures of this protocol '
     'are upper bounds; those of PGD alone are too high. In training, use more '
     'steps and start in larger balls.',

@@ -236,8 +236,9 @@ class _Log(contextlib.AbstractContextManager):
   """Writes rows of metrics and shows progress.
 
   There is a row per log interval and per outer step. A gradient evaluation is
-  one image once forward and back, in attacks, updates and validations; the
-  check of the training attack is not counted.
+  one image once forward and back, in attacks, updates and validations. The
+  check of the training attack and the forward passes that judge the images of
+  a validation are not counted.
 
   Attributes:
     step: the number of mini batches so far.
