@@ -9,8 +9,9 @@ it.
              find more than all others where gradients are masked. This is the
              figure to report.
   fast       Climbs in shrinking balls and a short targeted FAB, at a tenth of
-             the cost. Within a few points of `standard`. For choices on
-             validation images, and for curves.
+             the cost. Within a few points of `standard`, but more than ten
+             above it where gradients are masked. For choices on validation
+             images, and for curves.
   paper      the paper's: 40 steps of PGD, or 100 of SLIDE, from one random
              start. Networks can fool it; use it to compare with the paper.
   paper-20   the same from 20 random starts, as in the paper's appendix.
